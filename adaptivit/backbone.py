@@ -1,0 +1,196 @@
+"""timm's VisionTransformer as functions on rows. Its modules, weights and state-dict keys stay as they are.
+
+Shapes: B images, N slots, D width, H heads, d head width, F hidden width of the MLP; R rows of a layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers import AttentionPoolLatent, DropPath, Mlp, PatchEmbed
+from timm.layers.attention import Attention
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from .errors import UnsupportedBackbone
+from .layouts import Layout
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The facts of a backbone that policies, layouts and cost need."""
+
+    layers: int
+    tokens: int  # at the nominal image size; a forward pass counts its own
+    prefix: int  # class, distillation and register tokens
+    dim: int
+    attention_dim: int  # heads x head width
+    hidden: int
+    patch_macs: int  # multiply-accumulates to embed one patch
+    classes: int
+    heads_out: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
+    read: int  # leading slots that the head reads; `tokens` when it pools over patches
+    has_class: bool
+    gated: bool = False  # attention output gate (a linear layer more)
+    latent_pool: bool = False  # attention pooling head
+
+
+def inspect(vit: nn.Module) -> Shape:
+    """Check that the loop can drive this model, naming what it cannot, and describe it."""
+    if type(vit) not in (VisionTransformer, VisionTransformerDistilled):
+        raise UnsupportedBackbone(
+            f"Expected a timm VisionTransformer, got {type(vit).__module__}.{type(vit).__name__}. "
+            "Use a model such as deit_tiny_patch16_224, vit_base_patch16_224 or vit_small_patch14_dinov2."
+        )
+    assert isinstance(vit, VisionTransformer)
+    if len(vit.blocks) == 0:
+        raise UnsupportedBackbone("The VisionTransformer has no blocks.")
+    for i, block in enumerate(vit.blocks):
+        parts = {"block": (block, Block)}
+        if isinstance(block, Block):
+            parts |= {"attention": (block.attn, Attention), "MLP": (block.mlp, Mlp)}
+        for what, (module, supported) in parts.items():
+            if type(module) is not supported:
+                raise UnsupportedBackbone(
+                    f"Unsupported {what} type in block {i}: {type(module).__name__} (supported: {supported.__name__})."
+                )
+    if type(vit.patch_embed) is not PatchEmbed:
+        raise UnsupportedBackbone(
+            f"Unsupported patch embedding type: {type(vit.patch_embed).__name__} (supported: PatchEmbed)."
+        )
+    if not isinstance(vit.patch_drop, nn.Identity):
+        raise UnsupportedBackbone("patch_drop_rate > 0 drops tokens before any policy is asked; set it to 0.")
+    distilled = isinstance(vit, VisionTransformerDistilled)
+    token_read = vit.global_pool == "token" and vit.attn_pool is None
+    if vit.attn_pool is not None and not isinstance(vit.attn_pool, AttentionPoolLatent):
+        raise UnsupportedBackbone(
+            f"Unsupported pooling: {type(vit.attn_pool).__name__} (global_pool={vit.global_pool!r})."
+        )
+    if vit.global_pool == "":
+        raise UnsupportedBackbone("global_pool='' gives no single feature per image; use 'token' or 'avg'.")
+    first: Any = vit.blocks[0]
+    tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+    projection = vit.patch_embed.proj
+    heads_out = 0 if vit.num_classes <= 0 else 2 if distilled else 1
+    return Shape(
+        layers=len(vit.blocks),
+        tokens=tokens,
+        prefix=vit.num_prefix_tokens,
+        dim=vit.embed_dim,
+        attention_dim=first.attn.attn_dim,
+        hidden=first.mlp.fc1.out_features,
+        patch_macs=projection.weight.numel(),
+        classes=vit.num_classes if heads_out else vit.embed_dim,
+        heads_out=heads_out,
+        read=(2 if distilled else 1) if token_read else tokens,
+        has_class=vit.has_class_token,
+        gated=first.attn.gate is not None,
+        latent_pool=vit.attn_pool is not None,
+    )
+
+
+def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, N, D], as timm does it."""
+    return vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
+
+
+def head(vit: VisionTransformer, leading: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, read, D] -> features [B, D] and logits [B, classes]."""
+    x = vit.norm(leading)
+    features = vit.forward_head(x, pre_logits=True)
+    if isinstance(vit, VisionTransformerDistilled):
+        return features, vit.forward_head(x)
+    return features, vit.head(features)
+
+
+@dataclass
+class Taps:
+    """What a policy wants to see of a block on its way; filled while the block runs. Grid values are [B, N, ...]."""
+
+    wanted: frozenset[str] = frozenset()
+    index: int = 0  # the element of fc1 that is read
+    found: dict[str, Tensor] | None = None
+
+    def give(self, name: str, value: Tensor) -> None:
+        if self.found is None:
+            self.found = {}
+        self.found[name] = value
+
+
+# What can be asked for by Policy.evidence, and what it is. Costs are in cost.py.
+EVIDENCE = {
+    "fc1": "[B, N] one element of the MLP's hidden layer before its activation",
+    "gelu": "[B, N] the same after the activation",
+    "received": "[B, N] attention received: mean over heads and queries (A-MoD's column mean)",
+    "class_row": "[B, N] the class token's attention row, mean over heads (EViT)",
+    "keys": "[B, N, d] keys, mean over heads (ToMe's metric)",
+    "ghost": "[B, D] what the block makes of a zeroed, masked row (a halted token in A-ViT's public code)",
+}
+
+
+def attention(block: Any, layout: Layout, taps: Taps) -> Tensor:
+    """The first residual branch on the layout's rows: [R, D] -> [R, D]."""
+    attn = block.attn
+    y = block.norm1(layout.rows)
+    q, k, v = _qkv(attn, y)
+    if "received" in taps.wanted:
+        taps.give("received", layout.attention_rows(q, k, "all"))
+    if "class_row" in taps.wanted:
+        taps.give("class_row", layout.attention_rows(q, k, "class"))
+    if "keys" in taps.wanted:
+        taps.give("keys", layout.grid(k.float().mean(-2)))
+    out = layout.attend(q, k, v, attn.attn_drop.p if attn.training else 0.0)
+    if "ghost" in taps.wanted:
+        taps.give("ghost", _ghost(block, layout, k, v))
+    delta = block.ls1(_project(attn, out, y))
+    return _drop_path(block.drop_path1, delta, layout)
+
+
+def mlp(block: Any, layout: Layout, taps: Taps) -> Tensor:
+    """The second residual branch: [R, D] -> [R, D]."""
+    ffn = block.mlp
+    hidden = ffn.fc1(block.norm2(layout.rows))
+    if "fc1" in taps.wanted:
+        taps.give("fc1", layout.grid(hidden[..., taps.index].float()))
+    hidden = ffn.act(hidden)
+    if "gelu" in taps.wanted:
+        taps.give("gelu", layout.grid(hidden[..., taps.index].float()))
+    out = ffn.drop2(ffn.fc2(ffn.norm(ffn.drop1(hidden))))
+    return _drop_path(block.drop_path2, block.ls2(out), layout)
+
+
+def _qkv(attn: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, D] -> three [R, H, d], normalised where the model does it."""
+    q, k, v = attn.qkv(y).unflatten(-1, (3, attn.num_heads, attn.head_dim)).unbind(-3)
+    return attn.q_norm(q), attn.k_norm(k), v
+
+
+def _project(attn: Any, out: Tensor, y: Tensor) -> Tensor:
+    out = attn.norm(out.flatten(-2))
+    if attn.gate is not None:
+        out = out * attn.gate(y).sigmoid()
+    return attn.proj_drop(attn.proj(out))
+
+
+def _ghost(block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
+    """[B, D] a zero row with zeroed norms through the block: it still collects values and biases on its way."""
+    attn, ffn = block.attn, block.mlp
+    zero = layout.rows.new_zeros(layout.batch, layout.rows.shape[-1])
+    q0, _, v0 = _qkv(attn, zero)
+    collected = layout.query(q0, k, v, v0[0])
+    after_attention = block.ls1(_project(attn, collected, zero))
+    return after_attention + block.ls2(ffn.fc2(ffn.norm(ffn.act(ffn.fc1(zero)))))
+
+
+def _drop_path(module: nn.Module, delta: Tensor, layout: Layout) -> Tensor:
+    """Stochastic depth drops the branch for a whole image, however its rows are stored."""
+    if not isinstance(module, DropPath) or not module.training or module.drop_prob == 0.0:
+        return delta
+    keep = 1.0 - module.drop_prob
+    kept = torch.empty(layout.batch, device=delta.device, dtype=delta.dtype).bernoulli_(keep)
+    if module.scale_by_keep:
+        kept = kept / keep
+    return delta * layout.expand(kept)[..., None]

@@ -1,0 +1,66 @@
+"""Multiply-accumulates (MACs) per image, counted from who was computed where.
+
+The papers write "GFLOPs" for what are GMACs: static DeiT-T/S/B at 224 px have 1.254 / 4.599 / 17.564. We say GMACs.
+Like them and like torch's FlopCounterMode we count matrix products and convolutions, not element-wise work. The
+count is what a compact layout runs; `masked` runs every row and only pretends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .backbone import Shape
+
+
+def row_macs(module: nn.Module) -> int:
+    """Multiply-accumulates of a row-wise module (planner, router) for one row."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Analytic costs of a backbone. Counts may be soft (differentiable), as the budget loss needs them."""
+
+    shape: Shape
+    tokens: int  # slots at the image size of this forward pass
+
+    @property
+    def embedding(self) -> float:
+        return float((self.tokens - self.shape.prefix) * self.shape.patch_macs)
+
+    @property
+    def head(self) -> float:
+        shape = self.shape
+        macs = float(shape.heads_out * shape.dim * shape.classes)
+        if shape.latent_pool:  # q, kv, scores and values, projection, MLP of one latent query over the patches
+            pooled = self.tokens - shape.prefix
+            macs += 2 * shape.dim**2 + pooled * 2 * shape.dim**2 + 2 * pooled * shape.dim + 2 * shape.dim * shape.hidden
+        return macs
+
+    def blocks(self, attended: Tensor, updated: Tensor) -> Tensor:
+        """[L, B] tokens in each attention and each MLP -> [B] MACs of all blocks."""
+        shape = self.shape
+        projections = shape.dim * shape.attention_dim * (5 if shape.gated else 4)
+        attention = attended * projections + 2 * attended * attended * shape.attention_dim
+        return (attention + updated * (2 * shape.dim * shape.hidden)).sum(0)
+
+    @property
+    def static(self) -> float:
+        """MACs of the backbone with every token everywhere."""
+        full = torch.full((self.shape.layers, 1), self.tokens, dtype=torch.float64)
+        return self.embedding + self.head + float(self.blocks(full, full))
+
+    def evidence(self, name: str, present: Tensor) -> Tensor:
+        """[B] tokens present -> [B] MACs that looking costs on top of the block."""
+        shape = self.shape
+        if name == "received":  # the scores are computed again, for every query
+            return present * present * shape.attention_dim
+        if name == "class_row":
+            return present * shape.attention_dim
+        if name == "ghost":  # one more row through the block
+            projections = shape.dim * shape.attention_dim * (5 if shape.gated else 4)
+            return present * 2 * shape.attention_dim + projections + 2 * shape.dim * shape.hidden
+        return torch.zeros_like(present)

@@ -1,0 +1,34 @@
+"""What goes wrong because of input, said in one line: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake of the caller's. The command line prints it as one line and exits with code 2."""
+
+
+class UnsupportedBackbone(UserError):
+    """The model is not a timm VisionTransformer that the loop can drive."""
+
+
+class WeightsError(UserError):
+    """A weights file or checkpoint that cannot be read or does not fit."""
+
+
+class DataError(UserError):
+    """Data that is missing, empty or damaged."""
+
+
+class NotFiniteError(UserError):
+    """A loss term became NaN or infinite."""
+
+
+def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:
+    """An error that lists the valid names and suggests the nearest."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(given, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UserError(f"Unknown {kind} {given!r}.{hint} Valid: {', '.join(names) or '(none)'}.")

@@ -1,0 +1,205 @@
+"""create and load: from a timm name, a timm model or a directory to an adaptive ViT."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from . import checkpoint
+from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
+from .model import AdaptiveViT
+from .settings import SETTINGS, make
+
+
+def create(
+    backbone: str | nn.Module | Mapping[str, Any],
+    policy: str,
+    *,
+    weights: str | Path | bool | None = None,
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    drop_path_rate: float = 0.0,
+    **policy_settings: Any,
+) -> AdaptiveViT:
+    """Make a ViT adaptive.
+
+    backbone: a timm name, a timm VisionTransformer (used as it is, not copied), or keyword arguments of one.
+    weights: a .safetensors or .pth file in timm's keys, a directory saved by us, or True for timm's own download.
+    A num_classes other than the weights' replaces the head; an img_size other than theirs resizes the position
+    embedding. The rest are the policy's settings (adaptivit.settings).
+    """
+    if policy not in SETTINGS:
+        raise unknown("policy", policy, SETTINGS)
+    make(policy, policy_settings)  # a bad setting is said before anything is built or downloaded
+    if isinstance(weights, (str, Path)) and Path(weights).is_dir():
+        return _from_directory(backbone, policy, Path(weights), num_classes, img_size, policy_settings)
+    state = checkpoint.read_weights(weights) if isinstance(weights, (str, Path)) else None
+    stored = None if state is None or "head.weight" not in state else state["head.weight"].shape[0]
+    classes = num_classes if num_classes is not None else stored
+    vit = build_backbone(backbone, classes, img_size, drop_path_rate, pretrained=weights is True)
+    if num_classes is not None and vit.num_classes != num_classes:
+        vit.reset_classifier(num_classes)
+    if img_size is not None and isinstance(backbone, nn.Module):
+        vit.set_input_size(img_size=(img_size, img_size) if isinstance(img_size, int) else img_size)
+    name = backbone if isinstance(backbone, str) else None
+    model = AdaptiveViT(vit, policy, policy_settings, name)
+    if state is not None:
+        replace = num_classes is not None and num_classes != stored
+        checkpoint.fit_backbone(vit, state, str(weights), replace_head=replace)
+    return model.eval()
+
+
+def load(directory: str | Path) -> AdaptiveViT:
+    """The model of a checkpoint directory, exactly as it was saved."""
+    config = checkpoint.read_config(directory)
+    try:
+        described = config["backbone"]
+        vit = build_backbone(described.get("name") or described["kwargs"], **described["changes"])
+        model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
+        model.class_names = config.get("class_names")
+    except (KeyError, TypeError) as error:
+        raise WeightsError(f"Damaged checkpoint: {directory}/config.json ({error!r}).") from None
+    checkpoint.load_tensors(model, directory)
+    return model.eval()
+
+
+def _from_directory(
+    backbone: Any, policy: str, directory: Path, classes: int | None, img_size: Any, settings: dict[str, Any]
+) -> AdaptiveViT:
+    """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
+    config = checkpoint.read_config(directory)
+    name = config["backbone"].get("name")
+    if isinstance(backbone, str) and name is not None and backbone != name:
+        raise WeightsError(f"{directory} holds the backbone {name!r}, but {backbone!r} was asked for.")
+    if config["policy"] not in ("static", policy) and policy != "static":
+        raise WeightsError(f"{directory} holds the policy {config['policy']!r}, but {policy!r} was asked for.")
+    same = config["policy"] == policy
+    state = checkpoint.read_weights(directory / "model.safetensors")
+    stored = state["head.weight"].shape[0] if "head.weight" in state else None
+    changes = dict(config["backbone"]["changes"])
+    vit = build_backbone(
+        backbone, classes if classes is not None else stored, img_size or changes.get("img_size"), pretrained=False
+    )
+    model = AdaptiveViT(vit, policy, (config["settings"] if same else {}) | settings, name)
+    model.class_names = config.get("class_names") if classes in (None, stored) else None
+    checkpoint.fit_backbone(vit, state, str(directory), replace_head=classes not in (None, stored))
+    own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
+    if same:
+        checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
+        model.policy.load_state_dict(own)
+    return model.eval()
+
+
+def build_backbone(
+    backbone: str | nn.Module | Mapping[str, Any],
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    drop_path_rate: float = 0.0,
+    pretrained: bool = False,
+) -> VisionTransformer:
+    """A timm VisionTransformer from what a user may give."""
+    if isinstance(backbone, nn.Module):
+        if pretrained:
+            raise UserError("weights=True downloads by timm name; this backbone is a module.")
+        return backbone  # inspect() names what is wrong with another type
+    given: dict[str, Any] = {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
+    if img_size is not None:
+        given["img_size"] = img_size
+    if num_classes is not None:
+        given["num_classes"] = num_classes
+    if not isinstance(backbone, str):
+        try:
+            return _plain(**(dict(backbone) | given))
+        except (TypeError, AssertionError) as error:
+            raise UserError(f"backbone: these are not arguments of timm's VisionTransformer ({error}).") from None
+    if not timm.is_model(backbone):
+        near = timm.list_models(f"*{backbone.split('.')[0][:9]}*")
+        hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
+        raise UserError(f"Unknown timm model {backbone!r}.{hint}")
+    logging.getLogger("timm").setLevel(logging.WARNING)
+    try:
+        vit = timm.create_model(backbone, pretrained=pretrained, **given)
+    except TypeError as error:
+        raise UnsupportedBackbone(
+            f"{backbone} is not a VisionTransformer that takes these settings ({error})."
+        ) from None
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"timm could not make {backbone}: {error}") from None
+    except OSError as error:
+        raise WeightsError(f"timm could not download the weights of {backbone}: {error}") from None
+    return vit
+
+
+def _plain(*, distilled: bool = False, norm_eps: float = 1e-6, **kwargs: Any) -> VisionTransformer:
+    norm = functools.partial(nn.LayerNorm, eps=norm_eps)
+    cls = VisionTransformerDistilled if distilled else VisionTransformer
+    return cls(norm_layer=norm, **kwargs)
+
+
+def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
+    """What build_backbone needs to make this backbone again; refuses what it could not describe."""
+    vit = model.vit
+    size = list(vit.patch_embed.img_size)
+    changes = {"num_classes": vit.num_classes, "img_size": size}
+    if model.backbone_name is not None:
+        described: dict[str, Any] = {"name": model.backbone_name, "changes": changes}
+    else:
+        described = {"name": None, "kwargs": _arguments(vit), "changes": changes}
+    with torch.device("meta"):
+        again = build_backbone(described["name"] or described["kwargs"], **changes)
+    same = {k: v.shape for k, v in vit.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
+    if not same or _fingerprint(vit) != _fingerprint(again):
+        raise UserError(
+            "This VisionTransformer cannot be described by its arguments, so it cannot be saved as a checkpoint; "
+            "make it by its timm name, or by create({'embed_dim': ..., 'depth': ...}, ...)."
+        )
+    return described
+
+
+def _arguments(vit: VisionTransformer) -> dict[str, Any]:
+    block: Any = vit.blocks[0]
+    layer_scale = getattr(block.ls1, "init_values", None)
+    return {
+        "distilled": isinstance(vit, VisionTransformerDistilled),
+        "norm_eps": block.norm1.eps,
+        "patch_size": list(vit.patch_embed.patch_size),
+        "in_chans": vit.in_chans,
+        "embed_dim": vit.embed_dim,
+        "depth": len(vit.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
+        "qkv_bias": block.attn.qkv.bias is not None,
+        "proj_bias": block.attn.proj.bias is not None,
+        "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
+        "scale_attn_norm": not isinstance(block.attn.norm, nn.Identity),
+        "scale_mlp_norm": not isinstance(block.mlp.norm, nn.Identity),
+        "init_values": layer_scale,
+        "global_pool": vit.global_pool,
+        "class_token": vit.has_class_token,
+        "reg_tokens": vit.num_reg_tokens,
+        "no_embed_class": vit.no_embed_class,
+        "pos_embed": "none" if vit.pos_embed is None else "learn",
+        "pre_norm": not isinstance(vit.norm_pre, nn.Identity),
+        "final_norm": not (isinstance(vit.norm, nn.Identity) and isinstance(vit.fc_norm, nn.Identity)),
+        "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
+        "pool_include_prefix": vit.pool_include_prefix,
+        "dynamic_img_size": vit.dynamic_img_size,
+    }
+
+
+def _fingerprint(vit: VisionTransformer) -> list[str]:
+    """What the arguments must reproduce beside the weights: kinds of modules, epsilons, activations."""
+    return [
+        f"{name} {type(m).__name__} {getattr(m, 'eps', '')}"
+        for name, m in vit.named_modules()
+        if not isinstance(m, (nn.Dropout, nn.Identity)) and "drop_path" not in name
+    ]

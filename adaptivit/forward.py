@@ -1,0 +1,170 @@
+"""The loop: one forward pass of an adaptive ViT, for training and inference, every policy and every layout.
+
+For every block: ask the policy, let the layout carry the answer out, run attention, ask again, run the MLP, ask
+again. Shapes: B images, N slots, D width, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from . import backbone
+from .backbone import Shape, Taps
+from .cost import CostModel, row_macs
+from .decision import Step, Trace, When, detached
+from .layouts import Layout
+from .output import Output
+from .policies.base import Policy
+
+
+def forward(
+    vit: VisionTransformer,
+    shape: Shape,
+    policy: Policy,
+    layout_type: type[Layout],
+    images: Tensor,
+    ask: Collection[str] = (),
+) -> Output:
+    """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act."""
+    x = backbone.embed(vit, images)
+    read = x.shape[1] if "tokens" in ask or shape.read == shape.tokens else shape.read
+    layout = layout_type(x, read)
+    run = _Run(layout, CostModel(shape, x.shape[1]), read)
+    state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
+    for layer, block in enumerate(vit.blocks):
+        taps = Taps(policy.evidence(layer), policy.evidence_index)
+        view = View(run, layer, vit, shape, {}, frozenset(ask))
+
+        run.answer(layer, "before", policy.before(view, state))
+        run.attended.append(layout.here)
+        layout.add(backbone.attention(block, layout, taps))
+        view.found.update(taps.found or {})
+
+        run.answer(layer, "between", policy.between(view, state))
+        run.updated.append(layout.here)
+        layout.add(backbone.mlp(block, layout, taps))
+        view.found.update(taps.found or {})
+
+        layout.come_back()
+        run.answer(layer, "after", policy.after(view, state))
+        run.count_evidence(taps)
+    last = layout.leading()
+    readout = last if run.shares is None else run.shares
+    features, logits = backbone.head(vit, readout if shape.read == shape.tokens else readout[:, : shape.read])
+    trace = Trace(
+        torch.stack(run.attended), torch.stack(run.updated), shape.prefix, tuple(run.steps), policy.facts(state)
+    )
+    return Output(
+        logits=logits,
+        features=features,
+        trace=trace,
+        parts=run.parts(trace),
+        costs=run.costs,
+        layout=layout.name,
+        tokens=last if "tokens" in ask else None,
+    )
+
+
+@dataclass
+class _Run:
+    """What one forward pass keeps while it runs."""
+
+    layout: Layout
+    costs: CostModel
+    read: int
+    attended: list[Tensor] = field(default_factory=list)  # [B, N] bool each
+    updated: list[Tensor] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    shares: Tensor | None = None  # [B, read, D]
+    extra: dict[str, Tensor] = field(default_factory=dict)  # [B] MACs beside the blocks
+
+    def answer(self, layer: int, when: When, decision: object) -> None:
+        """Take the policy's share for the readout, then let the layout do the rest."""
+        if decision is None:
+            return
+        share = getattr(decision, "share", None)
+        if share is not None:
+            part = share[:, : self.read, None].to(self.layout.rows.dtype) * self.layout.leading()
+            self.shares = part if self.shares is None else self.shares + part
+        self.layout.carry_out(decision, when)  # type: ignore[arg-type]
+        self.steps.append(Step(layer, when, detached(decision)))  # type: ignore[arg-type]
+
+    def spend(self, part: str, macs: Tensor) -> None:
+        self.extra[part] = self.extra[part] + macs if part in self.extra else macs
+
+    def count_evidence(self, taps: Taps) -> None:
+        present = self.attended[-1].sum(-1).double()
+        for name in sorted(taps.wanted):
+            self.spend("evidence", self.costs.evidence(name, present))
+
+    def parts(self, trace: Trace) -> dict[str, Tensor]:
+        blocks = self.costs.blocks(trace.live.double(), trace.live_mlp.double())
+        zero = torch.zeros_like(blocks)
+        return {
+            "embedding": zero + self.costs.embedding,
+            "blocks": blocks,
+            "head": zero + self.costs.head,
+            "policy": self.extra.get("policy", zero),
+            "evidence": self.extra.get("evidence", zero),
+            "asked": self.extra.get("asked", zero),
+        }
+
+
+@dataclass
+class View:
+    """What a policy sees of the pass: never how rows are stored."""
+
+    _run: _Run
+    layer: int  # 0-based block index
+    _vit: VisionTransformer
+    shape: Shape
+    found: dict[str, Tensor]  # the evidence it declared for this layer, once the block has come by it
+    asked: frozenset[str]
+
+    @property
+    def last(self) -> bool:
+        return self.layer == self.shape.layers - 1
+
+    @property
+    def present(self) -> Tensor:
+        """[B, N] bool: tokens that have not left."""
+        return self._run.layout.here
+
+    @property
+    def weight(self) -> Tensor:
+        """[B, N] weight (size) of every token; 0 where it is absent."""
+        layout = self._run.layout
+        return layout.here.float() if layout.weight is None else layout.weight * layout.here
+
+    def element(self, index: int) -> Tensor:
+        """[B, N] one element of every token's row (float32), 0 where it is absent."""
+        layout = self._run.layout
+        return layout.grid(layout.rows[..., index].float())
+
+    def mean(self, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """[B, C] mean over present tokens (float32) of their rows, or of a row-wise function of them."""
+        layout = self._run.layout
+        return layout.mean(layout.rows if of is None else of(layout.rows))
+
+    def apply(self, module: nn.Module, context: Tensor | None = None, *, part: str = "policy") -> Tensor:
+        """Run a small row-wise module on every present token: [B, N, ...], 0 where absent; its MACs are counted.
+
+        With `context` [B, C] the module is called as module(rows, context of the row's image).
+        """
+        layout = self._run.layout
+        out = module(layout.rows) if context is None else module(layout.rows, layout.expand(context))
+        self._run.spend(part, layout.here.sum(-1).double() * row_macs(module))
+        return layout.grid(out)
+
+    def logits(self) -> Tensor:
+        """[B, classes] what the model's own head says at this point (an exit); counted."""
+        layout, shape = self._run.layout, self.shape
+        leading = layout.leading()[:, : self._run.read if shape.read == shape.tokens else shape.read]
+        some = layout.here.any(-1).double()
+        self._run.spend("policy", some * self._run.costs.head)
+        return backbone.head(self._vit, leading)[1]

@@ -1,0 +1,107 @@
+"""Masked: every row stays where it is and is computed; masks decide what counts. For training, and as the reference.
+
+Shapes: B images, N slots, D width, H heads, d head width; rows are [B, N, D].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..decision import Drop, Merge, Skip
+from ..ops import attention
+from .base import Layout
+
+
+class Masked(Layout):
+    name = "masked"
+
+    def __init__(self, x: Tensor, read: int) -> None:
+        super().__init__(x, read)
+        self._whole = True  # nobody has left or sits out: masks would change nothing
+        self._before: tuple[Tensor, Skip] | None = None
+
+    def drop(self, decision: Drop) -> None:
+        leaving = decision.leaving & self.live
+        if decision.weight is not None:
+            self.weight = decision.weight
+        elif self.weight is not None:
+            self.weight = self.weight.masked_fill(leaving, 0.0)
+        if decision.zeroed:
+            self.rows = self.rows.masked_fill(leaving[..., None], 0.0)
+        self.live = self.here = self.live & ~leaving
+        self._whole = False
+
+    def sit_out(self, decision: Skip) -> None:
+        self._before = (self.rows, decision)
+        self.here = self.live & ~decision.sitting
+
+    def come_back(self) -> None:
+        if self._before is None:
+            return
+        before, decision = self._before
+        if decision.gate is not None:
+            gated = before + decision.gate[..., None].to(before.dtype) * (self.rows - before)
+            self.rows = torch.where(self.here[..., None], gated, before)
+        self.here, self._before = self.live, None
+
+    def merge(self, decision: Merge) -> None:
+        slot = torch.arange(self.slots, device=self.rows.device)
+        moved = self.rows * (decision.scale * self.live)[..., None].to(self.rows.dtype)
+        met = torch.zeros_like(self.rows).scatter_add(1, decision.into[..., None].expand_as(moved), moved)
+        self.live = self.here = self.live & (decision.into == slot)
+        self.rows = torch.where(self.live[..., None], met, self.rows)
+        self.weight = decision.weight * self.live
+        self._whole = False
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        weight = self._key_weight()
+        if weight is None:
+            out = attention.fused(q, k, v, dropout=dropout)
+        elif weight.dtype == torch.bool:
+            # an image without any key: its rows are frozen, so let them see everything rather than divide by zero
+            mask = weight | ~weight.any(-1, keepdim=True)
+            out = attention.fused(q, k, v, mask[:, None, None, :], dropout=dropout)
+        else:
+            out = attention.weighted(q, k, v, weight, dropout=dropout)
+        return out.transpose(1, 2)
+
+    def _key_weight(self) -> Tensor | None:
+        """[B, N]: None for all ones, bool for 0/1 without a gradient, else a float."""
+        if self._whole and self._before is None:
+            return None
+        return self.here if self.weight is None else self.weight * self.here
+
+    def add(self, delta: Tensor) -> None:
+        moved = self.rows + delta
+        whole = self._whole and self._before is None
+        self.rows = moved if whole else torch.where(self.here[..., None], moved, self.rows)
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values[:, None].expand(-1, self.slots, *values.shape[1:])
+
+    def grid(self, values: Tensor) -> Tensor:
+        mask = self.here.reshape(self.here.shape + (1,) * (values.ndim - 2))
+        return torch.where(mask, values, torch.zeros_like(values))
+
+    def mean(self, values: Tensor) -> Tensor:
+        here = self.here[..., None].float()
+        return (values.float() * here).sum(1) / here.sum(1).clamp_min(1.0)
+
+    def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
+        weight = (self.here if self.weight is None else self.weight * self.here).float()
+        out = attention.weighted(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), weight)[:, :, 0]
+        return torch.where(self.here.any(-1)[:, None, None], out, empty)
+
+    def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if queries == "class":
+            row = attention.probabilities(q[:, :, :1], k, self._key_weight())[:, :, 0].mean(1)
+            return self.grid(row * self.here[:, :1])
+        a = attention.probabilities(q, k, self._key_weight()) * self.here[:, None, :, None]
+        count = self.here.sum(-1).clamp_min(1)
+        return self.grid(a.mean(1).sum(1) / count[:, None])
+
+    def leading(self) -> Tensor:
+        return self.rows[:, : self.read]

@@ -1,0 +1,68 @@
+"""An adaptive ViT: a timm backbone and a policy, run by the loop in forward.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from . import layouts, policies
+from .backbone import inspect
+from .errors import UserError
+from .forward import forward
+from .output import Output
+
+
+class AdaptiveViT(nn.Module):
+    """`vit` is the timm model, untouched; `policy` decides. Both are ordinary modules with ordinary parameters."""
+
+    def __init__(self, vit: VisionTransformer, policy: str, settings: dict[str, Any], name: str | None = None) -> None:
+        super().__init__()
+        self.shape = inspect(vit)
+        self.vit = vit
+        self.policy_name = policy
+        self.backbone_name = name  # the timm name, where there is one
+        self.policy = policies.build(policy, self.shape, settings)
+        self.class_names: list[str] | None = None
+
+    def forward(self, images: Tensor, *, layout: str = "auto", ask: Collection[str] = ()) -> Output:
+        """Classify `images` [B, C, H, W].
+
+        layout: "masked", "packed" or "auto". ask: facts wanted though they do not act ("plan"), and "tokens" for
+        the last value of every token.
+        """
+        self._check(images)
+        training = self.training or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
+        chosen = layouts.choose(layout, training=training, device=images.device)
+        return forward(self.vit, self.shape, self.policy, chosen, images, ask)
+
+    def _check(self, images: Tensor) -> None:
+        if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
+            what = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+            raise UserError(f"Expected a float tensor [batch, channels, height, width], got {what}.")
+        if len(images) == 0:
+            raise UserError("Expected at least one image, got an empty batch.")
+        if images.shape[1] != self.vit.in_chans:
+            raise UserError(f"Expected images with {self.vit.in_chans} channels, got {images.shape[1]}.")
+        size = self.vit.patch_embed.img_size
+        if not self.vit.dynamic_img_size and size is not None and tuple(images.shape[2:]) != tuple(size):
+            raise UserError(
+                f"Expected images of {size[0]} x {size[1]} px, got {images.shape[2]} x {images.shape[3]}. "
+                "Resize them, or create the model with img_size=..."
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The policy's settings."""
+        return asdict(self.policy.settings)
+
+    def save_pretrained(self, directory: str | Path, **extra: Any) -> None:
+        """Write model.safetensors (timm's keys, and policy.*) and config.json; adaptivit.load reads them."""
+        from .checkpoint import save
+
+        save(self, directory, extra)

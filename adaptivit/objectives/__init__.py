@@ -1,0 +1,24 @@
+"""Loss terms, one a file. A term reads an Output and a Batch, nothing else: `term(output, batch) -> scalar`."""
+
+from __future__ import annotations
+
+from .base import Batch, Losses, Objective, Term
+from .budget import Budget
+from .cross_entropy import CrossEntropy
+from .distillation import Distillation
+from .distribution_prior import DistributionPrior
+from .ponder import Ponder
+from .target_depth import TargetDepth
+
+__all__ = [
+    "Batch",
+    "Budget",
+    "CrossEntropy",
+    "Distillation",
+    "DistributionPrior",
+    "Losses",
+    "Objective",
+    "Ponder",
+    "TargetDepth",
+    "Term",
+]

@@ -1,0 +1,26 @@
+"""Budget: squared distance of the mean cost from a target share of static's, with a gradient through soft presence.
+
+Shapes: L layers, B images, N slots. Cost is in MACs of embedding, blocks and head, as in `macs_blocks`; images are
+free to differ, only their mean is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..output import Output
+from .base import Batch
+
+
+@dataclass(frozen=True)
+class Budget:
+    share: float = 0.67  # of the static model's MACs
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        live = output.trace.fact("presence").sum(-1)  # [L, B], 0/1 forward, soft backward
+        costs = output.costs
+        macs = costs.blocks(live, live) + costs.embedding + costs.head
+        return (macs.mean() / costs.static - self.share) ** 2

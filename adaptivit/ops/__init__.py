@@ -1,0 +1,1 @@
+"""Tensor operations: each a PyTorch reference; fast kernels go beside it."""

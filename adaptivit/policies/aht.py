@@ -1,0 +1,145 @@
+"""AHT-ViT: planners predict each token's depth, supervisors carry it out (Shutov and Asadulaev).
+
+Shapes: B images, N slots, D width, L layers 1..L, S planner stages.
+
+    supervisor   h_k^l = sigmoid(gamma f_k^l + beta)             Sec. 3.3; f is one element after fc1
+    halting      c += h;  N_k = first l with c >= T - eps        Sec. 3.3
+    planner      N_target = 1 + (L - 1) sigmoid(MLP[token, context])   Sec. 3.2, at stages S = {3, 6, 9}
+
+In the paper the planners only enter the loss (objectives/target_depth.py). With plan_weight > 0 they act:
+h = sigmoid(gamma f + beta + plan_weight (l - N_plan)). With straight_through the key weights stay 0/1 but pass the
+slope of a soft step back to the scores, so that the task loss can tell a token that it was needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..backbone import Shape
+from ..decision import Decision, Drop, Keep
+from ..errors import UserError
+from ..settings import AHTSettings
+from .base import Policy
+from .halting import Halting
+
+if TYPE_CHECKING:
+    from ..forward import View
+    from ..model import AdaptiveViT
+
+
+def normalised(rows: Tensor) -> Tensor:
+    """LayerNorm without parameters, in float32."""
+    return F.layer_norm(rows.float(), rows.shape[-1:])
+
+
+class Planner(nn.Module):
+    """P_s: a token and the mean of its image -> a target depth (Sec. 3.2, 3.5: a two-layer MLP with ReLU)."""
+
+    def __init__(self, dim: int, low: float, high: float) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+        self.hidden = nn.Linear(2 * dim, dim // 2)
+        self.out = nn.Linear(dim // 2, 1)
+        nn.init.trunc_normal_(self.hidden.weight, std=0.02)
+        nn.init.zeros_(self.hidden.bias)
+        nn.init.trunc_normal_(self.out.weight, std=0.02)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, rows: Tensor, context: Tensor) -> Tensor:  # [R, D], [R, D] -> [R]
+        joined = torch.cat([normalised(rows), context], dim=-1)
+        u = self.out(F.relu(self.hidden(joined.to(self.hidden.weight.dtype)))).float()
+        return self.low + (self.high - self.low) * torch.sigmoid(u[..., 0])
+
+
+@dataclass
+class State:
+    halting: Halting
+    plan: Tensor | None = None  # [B, N] the newest plan
+    plans: list[Tensor] = field(default_factory=list)  # [B, N] each
+    planned: list[Tensor] = field(default_factory=list)  # [B, N] bool: live on entering layer s, so N_k >= s
+
+
+class AHT(Policy):
+    """Facts: those of Halting, and with ask=('plan',) or an acting plan: plan [S, B, N], planned [S, B, N] bool,
+    stages [S]."""
+
+    def __init__(self, settings: AHTSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        stages = settings.stages
+        if stages is None:
+            stages = tuple(sorted({max(1, shape.layers * q // 4) for q in (1, 2, 3)}))
+        bad = [s for s in stages if not 1 <= s <= shape.layers]
+        if bad:
+            raise UserError(f"stages: expected block numbers in 1..{shape.layers}, got {bad[0]}.")
+        if settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
+            raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
+        self.evidence_index = settings.index
+        self.gamma = nn.Parameter(torch.tensor(float(settings.gamma)), requires_grad=settings.learn_gate)
+        self.beta = nn.Parameter(torch.tensor(float(settings.beta)), requires_grad=settings.learn_gate)
+        high = {"1..L": shape.layers, "s..L": shape.layers, "s..L+1": shape.layers + 1}[settings.plan_range]
+        self.planners = nn.ModuleDict(
+            {str(s): Planner(shape.dim, 1 if settings.plan_range == "1..L" else s, high) for s in stages}
+        )
+
+    def evidence(self, layer: int) -> frozenset[str]:
+        feature = self.settings.feature
+        return frozenset() if feature == "residual" or layer == self.shape.layers - 1 else frozenset({feature})
+
+    def start(self, view: View) -> State:
+        halts = torch.ones_like(view.present)
+        if self.settings.class_token == "stays":
+            halts[:, : self.shape.prefix] = False
+        settings = self.settings
+        return State(Halting(halts, settings.threshold, settings.eps, settings.tau))
+
+    def after(self, view: View, state: State) -> Decision:
+        settings, layer, halting = self.settings, view.layer + 1, state.halting
+        if str(layer) in self.planners and (settings.plan_weight > 0 or "plan" in view.asked):
+            # the planner sees whoever entered this layer, those that halt in it included (Listing 1.1, line 31)
+            part = "policy" if settings.plan_weight > 0 else "asked"
+            state.plan = view.apply(self.planners[str(layer)], view.mean(normalised), part=part)
+            state.plans.append(state.plan)
+            state.planned.append(view.present & halting.halts)
+        if view.last:
+            logit = torch.zeros_like(halting.cumulative)
+        else:
+            feature = view.element(settings.index) if settings.feature == "residual" else view.found[settings.feature]
+            logit = self.gamma.float() * feature + self.beta.float()
+            if settings.plan_weight > 0 and state.plan is not None:
+                logit = logit + settings.plan_weight * (layer - state.plan)
+        full, mass = halting.step(torch.sigmoid(logit), layer, view.last)
+        share = mass if settings.class_token == "mean_field" else None
+        if view.last:
+            return Keep(share=share)
+        weight = halting.straight_through() if settings.straight_through else None
+        return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
+
+    def facts(self, state: State) -> dict[str, Tensor]:
+        facts = state.halting.facts()
+        if state.plans:
+            facts |= {
+                "plan": torch.stack(state.plans),
+                "planned": torch.stack(state.planned),
+                "stages": torch.tensor(sorted(int(s) for s in self.planners)),
+            }
+        return facts
+
+    @torch.no_grad()
+    def calibrate(self, model: AdaptiveViT, images: Tensor) -> str:
+        """Bisect beta so that training starts with a mean depth of about L - 1: a gate far below its threshold
+        has no slope and does not learn."""
+        goal, low, high = float(self.shape.layers - 1), -20.0, 10.0
+        training = model.training
+        model.eval()
+        depth = goal
+        for _ in range(14):
+            self.beta.fill_((low + high) / 2)
+            depth = float(model(images).trace.mean_depth.mean())
+            low, high = (float(self.beta), high) if depth > goal else (low, float(self.beta))
+        model.train(training)
+        return f"beta = {float(self.beta):.3f} for a starting mean depth of {depth:.2f} of {self.shape.layers}"

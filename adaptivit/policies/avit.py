@@ -1,0 +1,68 @@
+"""A-ViT: one neuron of every token says when it has seen enough (Yin et al., CVPR 2022, Algorithm 1).
+
+Shapes: B images, N slots, L layers 1..L.
+
+    h_k^l = sigmoid(gate_scale t_{k,0}^l - gate_center)             Eq. 5 (beta = -gate_center)
+    N_k = first l with c_l >= 1 - eps, h^L := 1                     Eq. 4
+    output token = sum_l p_c^l t_c^l, then norm and head            Eq. 9 (mean field, the class token alone)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..backbone import Shape
+from ..decision import Decision, Drop, Keep
+from ..errors import UserError
+from ..settings import AViTSettings
+from .base import Policy
+from .halting import Halting
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+@dataclass
+class State:
+    halting: Halting
+    raw: list[Tensor] = field(default_factory=list)  # [B, N] each: h before the last layer's override
+
+
+class AViT(Policy):
+    """Facts: those of Halting, and with reference_rows: raw_scores [L, B, N], halted rows and last layer included."""
+
+    def __init__(self, settings: AViTSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        if settings.index >= shape.dim:
+            raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
+        if settings.finish_with_class and shape.read == shape.tokens:
+            raise UserError("finish_with_class: the head of this backbone does not read a class token alone.")
+        self.leaders = shape.read if settings.finish_with_class else 0
+
+    def evidence(self, layer: int) -> frozenset[str]:
+        return frozenset({"ghost"}) if self.settings.reference_rows else frozenset()
+
+    def start(self, view: View) -> State:
+        return State(Halting(torch.ones_like(view.present), 1.0, self.settings.eps, self.settings.tau))
+
+    def after(self, view: View, state: State) -> Decision:
+        settings, halting = self.settings, state.halting
+        score = self._score(view.element(settings.index))
+        if settings.reference_rows:
+            ghost = self._score(view.found["ghost"][:, settings.index].float())
+            state.raw.append(torch.where(halting.going, score, ghost[:, None]))
+        full, mass = halting.step(score, view.layer + 1, view.last, self.leaders)
+        return Keep(share=mass) if view.last else Drop(full, zeroed=True, share=mass)
+
+    def _score(self, element: Tensor) -> Tensor:
+        return torch.sigmoid(self.settings.gate_scale * element - self.settings.gate_center)
+
+    def facts(self, state: State) -> dict[str, Tensor]:
+        facts = state.halting.facts()
+        if state.raw:
+            facts["raw_scores"] = torch.stack(state.raw)
+        return facts

@@ -1,0 +1,56 @@
+"""What a policy is: it says which tokens stop, skip or merge. It never sees how rows are stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..backbone import Shape
+from ..decision import Decision
+
+if TYPE_CHECKING:
+    from ..forward import View
+    from ..model import AdaptiveViT
+
+
+class Policy(nn.Module):
+    """Base class. A subclass takes (settings, shape), may own small parameters, and answers some of the questions.
+
+    Nothing of a forward pass may stay on the module: keep it in the `state` that `start` returns.
+    """
+
+    evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
+
+    def __init__(self, settings: Any, shape: Shape) -> None:
+        super().__init__()
+        self.settings = settings
+        self.shape = shape
+
+    def evidence(self, layer: int) -> frozenset[str]:
+        """Names (backbone.EVIDENCE) that this policy wants to see in this layer; nothing else is computed."""
+        return frozenset()
+
+    def start(self, view: View) -> Any:
+        """A fresh state for one forward pass."""
+        return None
+
+    def before(self, view: View, state: Any) -> Decision | None:
+        """Asked before a block."""
+        return None
+
+    def between(self, view: View, state: Any) -> Decision | None:
+        """Asked between attention and MLP."""
+        return None
+
+    def after(self, view: View, state: Any) -> Decision | None:
+        """Asked after a block."""
+        return None
+
+    def facts(self, state: Any) -> dict[str, Tensor]:
+        """What the policy wants known: tensors on the grid, read by losses and reports (Trace.facts)."""
+        return {}
+
+    def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
+        """Set starting values on one batch before training; returns a line that says what was done."""
+        return None

@@ -1,0 +1,77 @@
+"""What A-ViT and AHT-ViT share: scores add up until they are full, then the token halts (adaptive computation time).
+
+Shapes: B images, N slots, L layers. Layers are counted 1..L here, as in the papers.
+
+    c_l = sum of h_1..h_l,   N = first l with c_l >= T - eps (L at the latest),   r = 1 - c_{N-1} / T   (A-ViT Eq. 4, 6)
+    p_l = h_l / T for l < N,  r for l = N,  0 after                                                      (A-ViT Eq. 7)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Halting:
+    """Accumulators on the grid, in float32."""
+
+    halts: Tensor  # [B, N] bool: tokens that halt at all (patches; the class token by choice)
+    threshold: float
+    eps: float
+    tau: float  # width of the soft step whose slope is the straight-through gradient
+    cumulative: Tensor = field(init=False)  # [B, N] c
+    going: Tensor = field(init=False)  # [B, N] bool: has not halted
+    halt: Tensor = field(init=False)  # [B, N] long: N, 0 while going
+    remainder: Tensor = field(init=False)  # [B, N] r, with gradient
+    scores: list[Tensor] = field(default_factory=list)  # [B, N] each: h, 0 after halting
+    presence: list[Tensor] = field(default_factory=list)  # [B, N] each: 0/1 on entering a layer, soft gradient
+
+    def __post_init__(self) -> None:
+        zero = torch.zeros(self.halts.shape, device=self.halts.device)
+        self.cumulative, self.remainder = zero, zero
+        self.going = torch.ones_like(self.halts)
+        self.halt = torch.zeros_like(self.halts, dtype=torch.long)
+        self.presence.append(zero + 1.0)
+
+    def step(self, score: Tensor, layer: int, last: bool, leaders: int = 0) -> tuple[Tensor, Tensor]:
+        """Layer `layer` (1-based) has been computed: add its score [B, N].
+
+        Returns who halts now [B, N] bool, and the halting mass p_l [B, N]. With `leaders`, an image ends when its
+        first so many tokens have halted.
+        """
+        score = torch.ones_like(score) if last else score  # h_L := 1
+        score = torch.where(self.going, score, torch.zeros_like(score))
+        spent = self.cumulative / self.threshold  # c_{l-1} / T
+        self.cumulative = self.cumulative + torch.where(self.halts, score, torch.zeros_like(score))
+        full = self.going & self.halts & (self.cumulative >= self.threshold - self.eps)
+        if leaders:
+            over = ~(self.going & ~full)[:, :leaders].any(-1, keepdim=True)
+            full = full | (self.going & over)
+        full = full | self.going if last else full
+        self.remainder = torch.where(full, 1.0 - spent, self.remainder)
+        mass = torch.where(full, 1.0 - spent, score / self.threshold)
+        self.halt = torch.where(full, layer, self.halt)
+        self.going = self.going & ~full
+        self.scores.append(score)
+        if not last:
+            self.presence.append(self.straight_through())
+        return full, mass
+
+    def straight_through(self) -> Tensor:
+        """[B, N] weight from now on: 0/1 in the forward pass, the slope of a soft step in c in the backward."""
+        soft = torch.sigmoid((self.threshold - self.eps - self.cumulative) / self.tau)
+        return self.going.float() + torch.where(self.halts, soft - soft.detach(), torch.zeros_like(soft))
+
+    def facts(self) -> dict[str, Tensor]:
+        """scores [L, B, N], halt [B, N] = N_k, remainder [B, N], presence [L, B, N], halts [B, N], threshold []."""
+        return {
+            "scores": torch.stack(self.scores),
+            "halt": self.halt,
+            "remainder": self.remainder,
+            "presence": torch.stack(self.presence),
+            "halts": self.halts,
+            "threshold": torch.tensor(self.threshold),
+        }

@@ -1,0 +1,51 @@
+"""Replay: carry out a recorded trace again, on any layout. It separates errors of execution from flipped decisions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..backbone import Shape
+from ..decision import Decision, Trace, When
+from ..errors import UserError
+from ..settings import ReplaySettings
+from .base import Policy
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+class Replay(Policy):
+    """Takes the answers of a recorded pass: `trace` is a Trace or a file made by save_trace."""
+
+    def __init__(self, settings: ReplaySettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        trace: Any = settings.trace
+        if isinstance(trace, str):
+            from ..trace_file import load_trace
+
+            trace = load_trace(trace)
+        if not isinstance(trace, Trace):
+            raise UserError("replay: give trace=output.trace of an earlier pass, or the path of a saved trace.")
+        if len(trace.attended) != shape.layers:
+            raise UserError(f"replay: the trace has {len(trace.attended)} layers, the backbone {shape.layers}.")
+        self.answers = {(step.layer, step.when): step.decision for step in trace.steps}
+        self.grid = tuple(trace.attended.shape[1:])
+
+    def start(self, view: View) -> None:
+        if tuple(view.present.shape) != self.grid:
+            raise UserError(
+                f"replay: the trace was recorded for {self.grid[0]} images of {self.grid[1]} tokens, "
+                f"this batch has {view.present.shape[0]} of {view.present.shape[1]}."
+            )
+
+    def _answer(self, view: View, when: When) -> Decision | None:
+        return self.answers.get((view.layer, when))
+
+    def before(self, view: View, state: None) -> Decision | None:
+        return self._answer(view, "before")
+
+    def between(self, view: View, state: None) -> Decision | None:
+        return self._answer(view, "between")
+
+    def after(self, view: View, state: None) -> Decision | None:
+        return self._answer(view, "after")

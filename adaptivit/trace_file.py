@@ -1,0 +1,53 @@
+"""Traces on disk: one .safetensors file with every answer of a forward pass, for replay elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from .decision import Decision, Drop, Keep, Merge, Skip, Step, Trace
+from .errors import UserError
+from .files import write_bytes
+
+_KINDS: dict[str, type] = {"Keep": Keep, "Drop": Drop, "Skip": Skip, "Merge": Merge}
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """Write who was computed where and every decision (not the policy's own facts)."""
+    tensors = {"attended": trace.attended, "updated": trace.updated}
+    steps = []
+    for i, step in enumerate(trace.steps):
+        plain: dict[str, Any] = {}
+        for name, value in vars(step.decision).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{i}.{name}"] = value.contiguous()
+            elif value is not None:
+                plain[name] = value
+        steps.append([step.layer, step.when, type(step.decision).__name__, plain])
+    meta = {"steps": json.dumps(steps), "prefix": str(trace.prefix), "format": "adaptivit-trace-1"}
+    write_bytes(path, save({k: v.detach().cpu().clone() for k, v in tensors.items()}, metadata=meta))
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read what save_trace wrote."""
+    if not Path(path).is_file():
+        raise UserError(f"Trace file not found: {path}.")
+    try:
+        with safe_open(str(path), "pt") as file:
+            meta = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"Not a readable trace file: {path} ({error}).") from None
+    if meta.get("format") != "adaptivit-trace-1":
+        raise UserError(f"Not a trace saved by adaptivit: {path}.")
+    steps = []
+    for i, (layer, when, kind, plain) in enumerate(json.loads(meta["steps"])):
+        values = plain | {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{i}.")}
+        decision: Decision = _KINDS[kind](**values)
+        steps.append(Step(layer, when, decision))
+    return Trace(tensors["attended"], tensors["updated"], int(meta["prefix"]), tuple(steps))
