@@ -40,6 +40,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any]) -> No
         "backbone": describe_backbone(model),
         "policy": model.policy_name,
         "settings": model.settings,
+        "preprocessing": model.preprocessing.to_config(),
         "class_names": model.class_names,
     } | extra
     with new_directory(directory) as place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from . import checkpoint
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
+from .preprocess import Preprocessing
 from .settings import SETTINGS, make
 
 
@@ -66,6 +68,7 @@ def load(directory: str | Path) -> AdaptiveViT:
         vit = build_backbone(described.get("name") or described["kwargs"], **described["changes"])
         model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
         model.class_names = config.get("class_names")
+        model.preprocessing = Preprocessing.from_config(config["preprocessing"])
     except (KeyError, TypeError) as error:
         raise WeightsError(f"Damaged checkpoint: {directory}/config.json ({error!r}).") from None
     checkpoint.load_tensors(model, directory)
@@ -91,6 +94,7 @@ def _from_directory(
     )
     model = AdaptiveViT(vit, policy, (config["settings"] if same else {}) | settings, name)
     model.class_names = config.get("class_names") if classes in (None, stored) else None
+    model.preprocessing = replace(Preprocessing.from_config(config["preprocessing"]), size=model.preprocessing.size)
     checkpoint.fit_backbone(vit, state, str(directory), replace_head=classes not in (None, stored))
     own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
     if same:

@@ -16,6 +16,7 @@ from .backbone import inspect
 from .errors import UserError
 from .forward import forward
 from .output import Output
+from .preprocess import Preprocessing
 
 
 class AdaptiveViT(nn.Module):
@@ -29,6 +30,7 @@ class AdaptiveViT(nn.Module):
         self.backbone_name = name  # the timm name, where there is one
         self.policy = policies.build(policy, self.shape, settings)
         self.class_names: list[str] | None = None
+        self.preprocessing = Preprocessing.of(vit)
 
     def forward(self, images: Tensor, *, layout: str = "auto", ask: Collection[str] = ()) -> Output:
         """Classify `images` [B, C, H, W].

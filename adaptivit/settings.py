@@ -149,7 +149,8 @@ def spec(policy: str, settings: Any) -> str:
     for f in dataclasses.fields(settings):
         value = getattr(settings, f.name)
         if value != getattr(default, f.name):
-            items.append(f"{f.name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}")
+            text = "+".join(map(str, value)) if isinstance(value, tuple) else value
+            items.append(f"{f.name}={text if isinstance(text, (str, int, float, bool)) else '...'}")
     return policy + (":" + ",".join(items) if items else "")
 
 

@@ -23,7 +23,10 @@ class Batch:
 class Term(Protocol):
     """One loss term."""
 
-    needs: frozenset[str]  # facts to ask the model for: model(images, ask=objective.needs)
+    @property
+    def needs(self) -> frozenset[str]:
+        """Facts to ask the model for: model(images, ask=objective.needs)."""
+        ...
 
     def __call__(self, output: Output, batch: Batch) -> Tensor: ...
 

@@ -79,6 +79,7 @@ class AHT(Policy):
         if settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
             raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
         self.evidence_index = settings.index
+        self.offers = frozenset({"plan"}) if stages else frozenset()
         self.gamma = nn.Parameter(torch.tensor(float(settings.gamma)), requires_grad=settings.learn_gate)
         self.beta = nn.Parameter(torch.tensor(float(settings.beta)), requires_grad=settings.learn_gate)
         high = {"1..L": shape.layers, "s..L": shape.layers, "s..L+1": shape.layers + 1}[settings.plan_range]

@@ -20,6 +20,7 @@ class Policy(nn.Module):
     Nothing of a forward pass may stay on the module: keep it in the `state` that `start` returns.
     """
 
+    offers: frozenset[str] = frozenset()  # facts it can be asked for though they do not act
     evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
 
     def __init__(self, settings: Any, shape: Shape) -> None:

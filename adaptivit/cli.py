@@ -1,0 +1,130 @@
+"""The command line, generated from the frozen dataclasses in config.py. --help does not import torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from . import __version__
+from .config import EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
+from .errors import UserError, unknown
+from .settings import SETTINGS, describe
+
+_COMMANDS: dict[str, tuple[type, str]] = {
+    "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
+    "train": (TrainConfig, "fine-tune a backbone into an adaptive model"),
+    "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
+    "predict": (PredictConfig, "classes, probabilities and cost of images"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: exit code 0, or 2 with one line for a user's mistake, 130 when interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _run(given)
+    except UserError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; a training run goes on with --resume")
+        raise SystemExit(130) from None
+    except OSError as error:
+        if error.errno is None:
+            raise
+        _fail(f"{error.strerror}: {error.filename or ''}".rstrip(": "))
+
+
+def _fail(line: str) -> None:
+    print("adaptivit: " + " ".join(line.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _run(given: list[str]) -> None:
+    if not given or given[0] in ("-h", "--help"):
+        print(_overview())
+        return
+    if given[0] in ("-V", "--version"):
+        print(f"adaptivit {__version__}")
+        return
+    command, rest = given[0], given[1:]
+    if command not in _COMMANDS:
+        raise unknown("command", command, _COMMANDS)
+    if "-h" in rest or "--help" in rest:
+        _help(command, rest)
+    else:
+        _runner(command)(_parse(command, rest))
+
+
+def _parse(command: str, rest: list[str]) -> Any:
+    cls = _COMMANDS[command][0]
+    default: Any = None
+    if command == "train":
+        name = _recipe_name(rest)
+        if name is not None:
+            from dataclasses import replace
+
+            from .recipes import get
+
+            default = replace(get(name), recipe=name, data=tyro.MISSING)
+    if default is not None:
+        return tyro.cli(cls, args=rest, default=default, prog=f"adaptivit {command}")
+    return tyro.cli(cls, args=rest, prog=f"adaptivit {command}")
+
+
+def _recipe_name(rest: list[str]) -> str | None:
+    for i, word in enumerate(rest):
+        if word == "--recipe" and i + 1 < len(rest):
+            return rest[i + 1]
+        if word.startswith("--recipe="):
+            return word.partition("=")[2]
+    return None
+
+
+def _help(command: str, rest: list[str]) -> None:
+    """tyro's help, then the policies' settings and the recipes."""
+    with contextlib.suppress(SystemExit):
+        _parse(command, rest)
+    if command in ("train", "evaluate", "predict"):
+        print(_policies())
+    if command == "train":
+        print(_recipes())
+
+
+def _overview() -> str:
+    lines = ["adaptivit: Vision Transformers that spend work where the image needs it.", "", "commands:"]
+    lines += [f"  {name:<12}{text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join([*lines, "", "adaptivit COMMAND --help shows every setting with its default and meaning."])
+
+
+def _policies() -> str:
+    lines = ["policies and their settings, written as name:key=value,key=value"]
+    for name, cls in sorted(SETTINGS.items()):
+        lines.append(f"\n  {name}: {(cls.__doc__ or '').splitlines()[0]}")
+        for key, default, meaning in describe(cls):
+            lines.append(f"    {key} = {default!r}\n        {meaning}")
+    return "\n".join(lines) + "\n"
+
+
+def _recipes() -> str:
+    from .recipes import RECIPES
+
+    lines = ["recipes (--recipe NAME; other flags override)"]
+    for name, make in RECIPES.items():
+        lines.append(f"  {name}: {(make.__doc__ or '').splitlines()[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def _runner(command: str) -> Callable[[Any], None]:
+    if command == "quickstart":
+        from .quickstart import quickstart
+
+        return quickstart
+    from . import commands
+
+    run: Callable[[Any], None] = getattr(commands, command)
+    return run

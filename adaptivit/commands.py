@@ -1,0 +1,219 @@
+"""What the commands do with their configuration: build the model, run, print a table, write files."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import __version__, data, settings
+from . import evaluate as evaluation
+from . import predict as prediction
+from .config import EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
+from .data import Images, Labelled
+from .errors import DataError, UserError
+from .factory import create, load
+from .files import write_text
+from .model import AdaptiveViT
+
+
+def train(config: TrainConfig) -> None:
+    from .train import fit
+
+    result = fit(config)
+    print(f"saved {Path(config.out) / 'model'}: top-1 {result.top1:.2f} % at {result.gmacs:.4f} GMACs on validation")
+
+
+def build(config: ModelConfig) -> AdaptiveViT:
+    """The model that a command line names."""
+    if (config.checkpoint is None) == (config.backbone is None):
+        raise UserError("Expected either --checkpoint DIR or --backbone NAME (with --weights FILE and --policy).")
+    if config.checkpoint is not None:
+        if config.weights is not None or config.img_size is not None or config.policy != "static":
+            raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
+        return load(config.checkpoint)
+    policy, values = settings.parse(config.policy)
+    assert config.backbone is not None
+    return create(config.backbone, policy, weights=config.weights, img_size=config.img_size, **values)
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda was asked for, but torch sees no GPU.")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """adaptivit evaluate"""
+    model = build(config.model)
+    other = load(config.compare_to) if config.compare_to else None
+    labelled = data.for_evaluation(config.data, config.split)
+    if config.limit is not None:
+        labelled = labelled.spread(config.limit)
+    for m in filter(None, (model, other)):
+        if m.vit.num_classes < len(labelled.classes):
+            raise DataError(f"{config.data} has {len(labelled.classes)} classes, the model {m.vit.num_classes}.")
+    result = _measure(model, labelled, config, "evaluate")
+    row = _row(config, model, result)
+    if config.precision == "bf16":
+        row["flipped_decisions"] = _flips(model, labelled, config)
+    Console(width=None if Console().is_terminal else 110).print(_table(row, result))
+    if result.unreadable:
+        print(f"{result.unreadable} images could not be read and were left out")
+    if other is not None:
+        second = _measure(other, labelled, config, "compare")
+        difference, half, n = evaluation.paired_difference(result, second)
+        row |= {"difference": difference, "difference_ci95": half, "compared_to": config.compare_to}
+        print(
+            f"against {config.compare_to} (top-1 {second.top1:.2f} % at {second.gmacs:.4f} GMACs): "
+            f"{difference:+.2f} ± {half:.2f} points (paired, 95 %, {n} images), "
+            f"{100 * (result.gmacs / second.gmacs - 1):+.1f} % GMACs"
+        )
+    if config.json:
+        write_text(config.json, json.dumps(row, indent=2) + "\n")
+    if config.csv:
+        append_csv(config.csv, row)
+
+
+def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, what: str) -> evaluation.Result:
+    device = device_of(config.device)
+    model = model.to(device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    images = Images(labelled, model.preprocessing.evaluation())
+    order = data.in_order(len(images), config.batch_size)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[top1]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=len(images), top1="")
+        return evaluation.evaluate(
+            model,
+            data.batches(images, order, config.workers),
+            layout=config.layout,
+            device=device,
+            progress=lambda done, share: progress.update(task, completed=done, top1=f"top-1 {100 * share:.2f} %"),
+        )
+
+
+def _flips(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig) -> float:
+    device = device_of(config.device)
+    images = Images(labelled.spread(64), model.preprocessing.evaluation())
+    batch = next(data.batches(images, data.in_order(len(images), 64)))
+    return evaluation.flipped_decisions(model, build(config.model).to(device), batch.images.to(device))
+
+
+def _row(config: EvaluateConfig, model: AdaptiveViT, result: evaluation.Result) -> dict[str, Any]:
+    """timm's column names where timm has them."""
+    row: dict[str, Any] = {
+        "model": config.model.checkpoint or config.model.backbone,
+        "policy": settings.spec(model.policy_name, model.policy.settings)
+        if model.policy_name != "replay"
+        else "replay",
+        "top1": round(result.top1, 4),
+        "top1_err": round(100 - result.top1, 4),
+        "top5": round(result.top5, 4),
+        "top5_err": round(100 - result.top5, 4),
+        "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
+        "img_size": model.preprocessing.size[0],
+        "crop_pct": model.preprocessing.crop_pct,
+        "interpolation": model.preprocessing.interpolation,
+    }
+    row |= {k: v for k, v in result.summary().items() if k not in row}
+    return row | {
+        "precision": config.precision,
+        "device": torch.cuda.get_device_name() if device_of(config.device).type == "cuda" else "cpu",
+        "date": datetime.date.today().isoformat(),
+        "adaptivit": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _table(row: dict[str, Any], result: evaluation.Result) -> Table:
+    table = Table(title=f"{row['model']}, {row['policy']}", show_header=False, title_justify="left")
+    lines = {
+        "images": f"{result.images}",
+        "top-1 / top-5": f"{result.top1:.2f} % / {result.top5:.2f} %",
+        "GMACs an image": f"{result.gmacs:.4f} ({-100 * result.saved:+.1f} % against static {result.gmacs_static:.4f})",
+        "mean depth": f"{result.mean_depth:.2f} of {len(result.live)} blocks",
+        "live tokens by block": " ".join(f"{n:.0f}" for n in result.live),
+        "images/s": f"{result.images_per_second:.1f} ({result.layout}, {row['device']}, {row['precision']})",
+    }
+    if result.plan_gap is not None:
+        correlation = "undefined" if result.plan_correlation is None else f"{result.plan_correlation:.3f}"
+        lines["plan"] = f"mean N - N_target {result.plan_gap:+.2f}, correlation {correlation}"
+    if "flipped_decisions" in row:
+        lines["flipped decisions"] = f"{100 * row['flipped_decisions']:.3f} % of token depths differ from fp32"
+    for name, value in lines.items():
+        table.add_row(name, value)
+    return table
+
+
+def append_csv(path: str | Path, row: dict[str, Any]) -> None:
+    """Add a row to a CSV file, new columns at the end; the file is replaced in one step."""
+    rows: list[dict[str, Any]] = []
+    if Path(path).exists():
+        with Path(path).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    flat = {k: " ".join(f"{x:.2f}" for x in v) if isinstance(v, list) else v for k, v in row.items()}
+    rows.append(flat)
+    names = list(dict.fromkeys(name for r in rows for name in r))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, out.getvalue())
+
+
+def predict(config: PredictConfig) -> None:
+    """adaptivit predict"""
+    paths = prediction.find_images(config.images)
+    names = _names(config.class_names) if config.class_names else None
+    model = build(config.model)
+    device = device_of(config.device)
+    found = prediction.predict(
+        model.to(device),
+        paths,
+        names=names,
+        top_k=config.top_k,
+        layout=config.layout,
+        batch_size=config.batch_size,
+        device=str(device),
+    )
+    if config.format == "jsonl":
+        _emit(prediction.as_jsonl(found), config.out)
+    elif config.format == "csv":
+        _emit(prediction.as_csv(found), config.out)
+    elif config.out:
+        raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
+    else:
+        Console(width=None if Console().is_terminal else 120).print(_predictions(found))
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return [line for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the class names in {path} ({error}).") from None
+
+
+def _emit(text: str, out: str | None) -> None:
+    if out is None:
+        print(text, end="")
+    else:
+        write_text(out, text)
+
+
+def _predictions(found: list[prediction.Prediction]) -> Table:
+    table = Table()
+    for name in ("image", "classes", "GMACs", "of static", "mean depth"):
+        table.add_column(name, justify="left" if name in ("image", "classes") else "right")
+    for p in found:
+        classes = "\n".join(f"{100 * q:5.1f} %  {name}" for name, q in zip(p.classes, p.probabilities, strict=True))
+        share = f"{100 * p.gmacs / p.static_gmacs:.0f} %"
+        table.add_row(p.image, classes, f"{p.gmacs:.3f}", share, f"{p.mean_depth:.2f}")
+    return table

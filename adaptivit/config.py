@@ -1,0 +1,251 @@
+"""The settings of every command, as frozen dataclasses; the command line is generated from them (cli.py).
+
+Nothing here imports torch, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Fine-tune a backbone into an adaptive model.
+
+    Example: adaptivit train --data photos/ --backbone deit_tiny_patch16_224 --weights deit_tiny.safetensors
+    --recipe aht-balanced --epochs 10
+    """
+
+    data: str
+    """Image folder (train/CLASS/*.jpg and val/..., or CLASS/*.jpg to be split), or .npz with train_x, train_y."""
+    backbone: str = "deit_tiny_patch16_224"
+    """timm name of the VisionTransformer."""
+    policy: str = "aht"
+    """Policy and its settings, e.g. aht:threshold=0.9,straight_through=true (listed below)."""
+    recipe: str | None = None
+    """Start from a named recipe (listed below); the other flags override it."""
+    weights: str | None = None
+    """Starting weights: .safetensors or .pth in timm's keys, or a checkpoint directory of ours."""
+    out: str = "runs/train"
+    """Run directory: config, log, checkpoints, the final model."""
+    resume: bool = False
+    """Go on with the interrupted run in --out."""
+    img_size: int | None = None
+    """Image size in pixels; default: the backbone's. Another size resizes the position embedding."""
+    val_split: float = 0.1
+    """Share of the training images held out where the data has no val split."""
+
+    epochs: int = 50
+    """Passes over the training images."""
+    batch_size: int = 128
+    """Images a step, over all processes."""
+    lr: float = 1e-4
+    """Peak learning rate of AdamW."""
+    min_lr: float = 1e-6
+    """Learning rate at the end of the cosine."""
+    warmup_epochs: float = 1.0
+    """Linear warm-up."""
+    weight_decay: float = 0.05
+    """AdamW's weight decay; not on biases, norms, embeddings and gates."""
+    clip_grad: float = 1.0
+    """Largest gradient norm; 0 for no clipping."""
+    drop_path: float = 0.0
+    """Stochastic depth rate at the last block."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, e.g. 0.999; 0 for none. The average is what is saved."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 autocast on a GPU and fp32 on a CPU by default."""
+
+    label_smoothing: float = 0.0
+    """Label smoothing of the cross-entropy."""
+    augment: Literal["none", "flip", "crop", "rand"] = "rand"
+    """Nothing; mirror; random resized crop and mirror; the same with RandAugment."""
+    rand_magnitude: int = 9
+    """RandAugment's magnitude, of 30."""
+    random_erasing: float = 0.0
+    """Probability of erasing a random rectangle."""
+    mixup: float = 0.0
+    """Mixup's alpha; off by default, since A-ViT found that it hurts halting."""
+    cutmix: float = 0.0
+    """CutMix's alpha; off by default."""
+
+    ponder: float = 0.0
+    """Weight of the ponder loss (AHT-ViT's lambda_p, A-ViT's alpha_p)."""
+    ponder_form: Literal["remainder", "expected"] = "remainder"
+    """Its differentiable form: N + r (A-ViT), or the mean of the halting distribution."""
+    target_depth: float = 0.0
+    """Weight of AHT-ViT's KL between executed and planned depth (lambda_t)."""
+    sigma: float = 1.0
+    """Width of the planned depth's distribution."""
+    mass: Literal["act", "hazard", "crossing"] = "act"
+    """How P_actual is made of the scores."""
+    kl: Literal["actual_target", "target_actual"] = "actual_target"
+    """Direction of that KL."""
+    detach: Literal["none", "target", "actual"] = "none"
+    """Whether the KL teaches both sides, the supervisor alone (target detached) or the planners alone."""
+    prior: float = 0.0
+    """Weight of A-ViT's distribution prior (alpha_d)."""
+    prior_form: Literal["paper", "reference"] = "paper"
+    """Eq. 12, or as the public code computes it (needs policy setting reference_rows=true)."""
+    prior_depth: float = 9.0
+    """Depth at the centre of the prior."""
+    budget: float = 0.0
+    """Weight of the squared distance from a cost budget."""
+    budget_share: float = 0.67
+    """That budget, as a share of static's MACs."""
+    distill: float = 0.0
+    """Weight of distillation from the frozen static model; any weight > 0 switches it on."""
+    distill_temperature: float = 1.0
+    """Its temperature."""
+    teacher: str | None = None
+    """The static model to distil from (file or directory); default: the starting weights."""
+    calibrate: bool = True
+    """Set the gate's start on one batch, so that halting begins near the last block."""
+
+    seed: int = 0
+    """Everything random follows from it: initial head, data order, augmentation, drop path."""
+    workers: int = 0
+    """Data-loading processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    checkpoint_steps: int = 0
+    """Write a checkpoint every so many steps as well as after every epoch; 0 for epochs alone."""
+    log_steps: int = 20
+    """Log a line every so many steps."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+    allow_corrupt: bool = False
+    """Leave out images that cannot be read instead of stopping."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "log_steps"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("lr", "sigma", "distill_temperature"):
+            _positive(name, getattr(self, name))
+        weights = ("ponder", "target_depth", "prior", "budget", "distill", "mixup", "cutmix")
+        for name in ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", *weights, "workers", "checkpoint_steps"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("val_split", "drop_path", "label_smoothing", "random_erasing", "ema"):
+            _between(name, getattr(self, name), 0.0, 1.0)
+        if not 0 < self.budget_share <= 1:
+            raise UserError(f"budget_share: expected a share of static's MACs in (0, 1], got {self.budget_share}.")
+        if not 0 <= self.rand_magnitude <= 30:
+            raise UserError(f"rand_magnitude: expected 0..30, got {self.rand_magnitude}.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model: a checkpoint of ours, or a backbone with a policy."""
+
+    checkpoint: str | None = None
+    """Directory saved by `train` or save_pretrained."""
+    backbone: str | None = None
+    """timm name, where there is no checkpoint."""
+    policy: str = "static"
+    """Policy and settings for that backbone, e.g. aht:threshold=0.9 (listed below)."""
+    weights: str | None = None
+    """Weights for that backbone: .safetensors or .pth in timm's keys."""
+    img_size: int | None = None
+    """Image size in pixels; default: the backbone's."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Accuracy, cost and depth of a model on labelled images.
+
+    Example: adaptivit evaluate --data photos/val --checkpoint runs/train/model --csv results.csv
+    """
+
+    data: str
+    """Image folder (CLASS/*.jpg, or with val/), or .npz with test_x, test_y."""
+    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
+    split: Literal["auto", "train", "val", "test"] = "auto"
+    """Which part of the data; auto: test, else val, else all of it."""
+    layout: Literal["auto", "masked", "packed"] = "auto"
+    """How live tokens are stored."""
+    batch_size: int = 64
+    """Images at a time."""
+    limit: int | None = None
+    """Only the first so many images of the split, evenly spread over it."""
+    compare_to: str | None = None
+    """A second checkpoint directory; prints the paired difference with its 95 % confidence interval."""
+    json: str | None = None
+    """Write the result as JSON here."""
+    csv: str | None = None
+    """Append the result as a CSV row here (timm's column names where they exist)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Weights and activations; bf16 also reports the rate of decisions that differ from fp32's."""
+    workers: int = 0
+    """Data-loading processes."""
+
+    def __post_init__(self) -> None:
+        _at_least("batch_size", self.batch_size, 1)
+        if self.limit is not None:
+            _at_least("limit", self.limit, 1)
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """Classes with probabilities for images, and what each one cost.
+
+    Example: adaptivit predict cat.jpg dog.jpg --checkpoint runs/train/model
+    """
+
+    images: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Image files or folders."""
+    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
+    top_k: int = 3
+    """Classes to show for each image."""
+    format: Literal["table", "jsonl", "csv"] = "table"
+    """How to print."""
+    out: str | None = None
+    """Write there instead of printing."""
+    class_names: str | None = None
+    """Text file with one class name a line; default: the checkpoint's."""
+    layout: Literal["auto", "masked", "packed"] = "auto"
+    """How live tokens are stored."""
+    batch_size: int = 32
+    """Images at a time."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __post_init__(self) -> None:
+        _at_least("top_k", self.top_k, 1)
+        _at_least("batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True)
+class QuickstartConfig:
+    """Train a static ViT and an AHT-ViT on handwritten digits, compare them, and show which tokens stopped where.
+
+    No download, no file: scikit-learn's digits come with the package. About two minutes on two cores.
+    """
+
+    out: str = "adaptivit-quickstart"
+    """Where the checkpoints, pictures and the report go."""
+    seed: int = 0
+    """Everything random follows from it."""
+    fast: bool = False
+    """A few steps only, to see that everything runs; the figures then mean nothing."""
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise UserError(f"{name}: expected at least {least}, got {value}.")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise UserError(f"{name}: expected a number > 0, got {value}.")
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value < high:
+        raise UserError(f"{name}: expected {low} <= value < {high}, got {value}.")

@@ -1,0 +1,228 @@
+"""Images and labels: an image folder or an .npz of arrays, with what is wrong said by name.
+
+A folder holds CLASS/*.jpg, or train/ and val/ (or test/) of that form. An .npz holds train_x, train_y and maybe
+test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .errors import DataError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
+SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("test",)}
+# An image that PIL cannot read raises one of these.
+_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Labelled images, not yet decoded."""
+
+    source: str
+    items: Sequence[Any]  # paths, or arrays [h, w, 3] uint8
+    labels: Sequence[int]
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def name(self, index: int) -> str:
+        item = self.items[index]
+        return str(item) if isinstance(item, Path) else f"{self.source}[{index}]"
+
+    def image(self, index: int) -> Image.Image:
+        item = self.items[index]
+        if isinstance(item, Path):
+            with Image.open(item) as file:
+                return file.convert("RGB")
+        return Image.fromarray(item).convert("RGB")
+
+    def part(self, indices: Sequence[int]) -> Labelled:
+        return Labelled(self.source, [self.items[i] for i in indices], [self.labels[i] for i in indices], self.classes)
+
+    def spread(self, limit: int) -> Labelled:
+        """At most `limit` images, evenly spread over the set."""
+        if limit >= len(self):
+            return self
+        return self.part([i * len(self) // limit for i in range(limit)])
+
+
+def splits(path: str | Path) -> dict[str, Labelled]:
+    """All the splits that the data has; a set without any is called `all`."""
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"Data not found: {path}.")
+    if path.is_file():
+        if path.suffix != ".npz":
+            raise DataError(f"Expected an image folder or an .npz file, got {path}.")
+        return _arrays(path)
+    found: dict[str, Labelled] = {}
+    for split, names in SPLITS.items():
+        for name in names:
+            if (path / name).is_dir():
+                found[split] = _folder(path / name)
+                break
+    if not found:
+        return {"all": _folder(path)}
+    first = next(iter(found.values()))
+    for split, labelled in found.items():
+        if labelled.classes != first.classes:
+            odd = sorted(set(labelled.classes) ^ set(first.classes))
+            raise DataError(f"{path}: the splits have different classes ({split}: {', '.join(odd[:4])}).")
+    return found
+
+
+def for_training(path: str | Path, val_split: float, seed: int) -> tuple[Labelled, Labelled]:
+    """Training and validation images. The test split is never touched; without val, a share of train is held out."""
+    found = splits(path)
+    train = found.get("train") or found.get("all")
+    if train is None:
+        raise DataError(f"{path} has no training images (found: {', '.join(found)}).")
+    if "val" in found:
+        return train, found["val"]
+    held = round(len(train) * val_split)
+    if not 0 < held < len(train):
+        raise DataError(f"{path}: {len(train)} images cannot be split with val_split={val_split}.")
+    order = np.random.default_rng(seed).permutation(len(train))
+    return train.part(sorted(order[held:].tolist())), train.part(sorted(order[:held].tolist()))
+
+
+def for_evaluation(path: str | Path, split: str) -> Labelled:
+    found = splits(path)
+    wanted = ("test", "val", "all", "train") if split == "auto" else (split,)
+    for name in wanted:
+        if name in found:
+            return found[name]
+    raise DataError(f"{path} has no split {split!r} (found: {', '.join(found)}).")
+
+
+def _folder(path: Path) -> Labelled:
+    classes = sorted(d.name for d in path.iterdir() if d.is_dir() and not d.name.startswith("."))
+    if not classes:
+        raise DataError(f"{path} has no class folders (expected {path.name}/CLASS/*.jpg).")
+    items: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        files = sorted(f for f in (path / name).rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+        if not files:
+            raise DataError(f"The class folder {path / name} has no images ({', '.join(sorted(SUFFIXES))}).")
+        items += files
+        labels += [label] * len(files)
+    return Labelled(str(path), items, labels, tuple(classes))
+
+
+def _arrays(path: Path) -> dict[str, Labelled]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"Not a readable .npz of plain arrays: {path} ({str(error).splitlines()[0]}).") from None
+    found = {}
+    for split, prefix in (("train", "train_"), ("val", "val_"), ("test", "test_"), ("all", "")):
+        if f"{prefix}x" in arrays:
+            x, y = arrays[f"{prefix}x"], arrays.get(f"{prefix}y")
+            if y is None or len(x) != len(y) or len(x) == 0:
+                count = 0 if y is None else len(y)
+                raise DataError(f"{path}: {prefix}x has {len(x)} images, {prefix}y {count} labels.")
+            if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[-1] != 3):
+                wanted = "uint8 [n, h, w, 3] or [n, h, w]"
+                raise DataError(f"{path}: {prefix}x: expected {wanted}, got {x.dtype} {x.shape}.")
+            if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1 or y.min() < 0:
+                raise DataError(f"{path}: {prefix}y: expected class numbers from 0 on, got {y.dtype} {y.shape}.")
+            found[split] = (x, y)
+    if not found:
+        raise DataError(f"{path} has none of train_x, val_x, test_x, x (found: {', '.join(arrays) or 'nothing'}).")
+    count = 1 + max(int(y.max()) for _, y in found.values())
+    names = tuple(str(c) for c in arrays["classes"]) if "classes" in arrays else tuple(str(i) for i in range(count))
+    if len(names) < count:
+        raise DataError(f"{path}: classes has {len(names)} names, the labels go up to {count - 1}.")
+    return {s: Labelled(f"{path}:{s}", x, [int(v) for v in y], names) for s, (x, y) in found.items()}
+
+
+def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
+    """Indices of files that are not images, by a look at their headers; very large sets are read when used."""
+    bad = []
+    if len(labelled) <= most:
+        for index, item in enumerate(labelled.items):
+            if isinstance(item, Path):
+                try:
+                    with Image.open(item) as file:
+                        file.verify()
+                except _UNREADABLE:
+                    bad.append(index)
+    return bad
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: Tensor | None  # [3, H, W]; None where the file cannot be read
+    label: int
+    index: int
+
+
+class Images(Dataset[Sample]):
+    """Decoded and transformed; what is random about a sample follows from (seed, epoch, index) alone."""
+
+    def __init__(self, labelled: Labelled, transform: Callable[[Image.Image], Tensor], seed: int | None = None) -> None:
+        self.labelled, self.transform, self.seed, self.epoch = labelled, transform, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.labelled)
+
+    def __getitem__(self, index: int) -> Sample:
+        label = int(self.labelled.labels[index])
+        try:
+            image = self.labelled.image(index)
+        except _UNREADABLE:
+            return Sample(None, label, index)
+        if self.seed is None:
+            return Sample(self.transform(image), label, index)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(mix(self.seed, self.epoch, index))
+            return Sample(self.transform(image), label, index)
+
+
+def mix(*numbers: int) -> int:
+    """One well-spread seed out of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(2, np.uint32).astype(np.uint64) @ [1, 2**31]) % 2**63
+
+
+@dataclass(frozen=True)
+class Loaded:
+    images: Tensor  # [B, 3, H, W]
+    labels: Tensor  # [B]
+    indices: Tensor  # [B]
+    unreadable: list[int]
+
+
+def collate(samples: list[Sample]) -> Loaded:
+    good = [s for s in samples if s.image is not None]
+    images = torch.stack([s.image for s in good if s.image is not None]) if good else torch.empty(0)
+    return Loaded(
+        images,
+        torch.tensor([s.label for s in good], dtype=torch.long),
+        torch.tensor([s.index for s in good], dtype=torch.long),
+        [s.index for s in samples if s.image is None],
+    )
+
+
+def batches(data: Images, order: Sequence[Sequence[int]], workers: int = 0) -> Iterator[Loaded]:
+    """Batches of the given indices, in that order."""
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+    yield from loader
+
+
+def in_order(count: int, batch_size: int) -> list[list[int]]:
+    return [list(range(i, min(i + batch_size, count))) for i in range(0, count, batch_size)]

@@ -1,0 +1,225 @@
+"""Training: one step function, one loop, accelerate underneath (one process, or many under torchrun).
+
+Everything random follows from (seed, step) and (seed, epoch, image), so a resumed run needs no generator state and
+the data order continues where it was. Each process takes its share of every global batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from timm.data.mixup import Mixup
+
+from . import data, settings
+from .config import TrainConfig
+from .data import Images, Labelled, Loaded, mix
+from .errors import DataError, UserError
+from .evaluate import Result, evaluate
+from .factory import create
+from .model import AdaptiveViT
+from .objectives import (
+    Batch,
+    Budget,
+    CrossEntropy,
+    Distillation,
+    DistributionPrior,
+    Losses,
+    Objective,
+    Ponder,
+    TargetDepth,
+)
+from .optimise import Average, adamw, learning_rate
+from .output import Output
+from .run_directory import Meter, RunDirectory
+
+
+def objective(config: TrainConfig) -> Objective:
+    """The loss that a configuration asks for."""
+    target, actual = config.detach == "target", config.detach == "actual"
+    return Objective(
+        {
+            "task": (1.0, CrossEntropy(config.label_smoothing)),
+            "ponder": (config.ponder, Ponder(config.ponder_form)),
+            "target_depth": (config.target_depth, TargetDepth(config.sigma, config.mass, config.kl, target, actual)),
+            "prior": (config.prior, DistributionPrior(config.prior_form, config.prior_depth)),
+            "budget": (config.budget, Budget(config.budget_share)),
+            "distill": (config.distill, Distillation(config.distill_temperature)),
+        }
+    )
+
+
+@dataclass
+class Trainer:
+    """What a step needs. `fit` below builds it from a configuration; the quickstart builds its own."""
+
+    model: AdaptiveViT
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    config: TrainConfig
+    accelerator: Accelerator
+    wrapped: Any  # the model as accelerate runs it
+    teacher: AdaptiveViT | None = None
+    mixup: Mixup | None = None
+    average: Average | None = None
+
+    def step(self, batch: Loaded, step: int, steps_per_epoch: int) -> tuple[Losses, Output]:
+        """One optimiser step on this process's share of a global batch."""
+        config, accelerator = self.config, self.accelerator
+        torch.manual_seed(mix(config.seed, 1 << 20, step, accelerator.process_index))
+        images, targets = batch.images.to(accelerator.device), batch.labels.to(accelerator.device)
+        if self.mixup is not None:
+            images, targets = self.mixup(images, targets)
+        self.wrapped.train()
+        with accelerator.autocast():
+            output = self.wrapped(images, ask=self.objective.needs)
+            teacher_logits = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    teacher_logits = self.teacher(images).logits
+        losses = self.objective(output, Batch(targets, teacher_logits))
+        if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
+            losses.check_finite(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, steps_per_epoch)
+        self.optimizer.zero_grad(set_to_none=True)
+        accelerator.backward(losses.total)
+        if config.clip_grad:
+            accelerator.clip_grad_norm_(self.wrapped.parameters(), config.clip_grad)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.model, step)
+        return losses, output
+
+
+def fit(config: TrainConfig, show: bool = True) -> Result:
+    """Train as configured; returns the validation result of the model that was saved in OUT/model."""
+    accelerator = Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu")
+    if config.device == "cuda" and accelerator.device.type != "cuda":
+        raise UserError("device: cuda was asked for, but torch sees no GPU.")
+    run = RunDirectory(config, accelerator)
+    train_set, val_set = data.for_training(config.data, config.val_split, config.seed)
+    train_set = _readable(train_set, config.allow_corrupt)
+    if len(train_set) < config.batch_size:
+        raise DataError(
+            f"{config.data}: {len(train_set)} training images are fewer than one batch of {config.batch_size}."
+        )
+    if config.batch_size % accelerator.num_processes:
+        raise UserError(f"batch_size: expected a multiple of {accelerator.num_processes} processes.")
+    torch.manual_seed(config.seed)
+    policy, policy_settings = settings.parse(config.policy)
+    classes = len(train_set.classes)
+    model = create(
+        config.backbone,
+        policy,
+        weights=config.weights,
+        num_classes=classes,
+        img_size=config.img_size,
+        drop_path_rate=config.drop_path,
+        **policy_settings,
+    )
+    model.class_names = list(train_set.classes)
+    trainer = _trainer(config, model, accelerator, classes)
+    images = Images(train_set, model.preprocessing.training(config), config.seed)
+    val = Images(val_set, model.preprocessing.evaluation())
+    run.open()
+    start = run.restore(trainer) if config.resume else 0
+    if start == 0 and config.calibrate:
+        first = next(data.batches(val, data.in_order(min(len(val), 64), 64)))
+        run.say(model.policy.calibrate(model, first.images.to(accelerator.device)))
+    return _loop(trainer, run, images, val, start, show)
+
+
+def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, classes: int) -> Trainer:
+    teacher = None
+    if config.distill:
+        teacher = _teacher(config, classes).to(accelerator.device)
+    optimizer = adamw(model, config)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    mixup = None
+    if config.mixup or config.cutmix:
+        mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)
+    average = Average(model, config.ema) if config.ema else None
+    return Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
+
+
+def _teacher(config: TrainConfig, classes: int) -> AdaptiveViT:
+    source = config.teacher or config.weights
+    if source is None:
+        raise UserError("distill: expected the static model's weights as --teacher or --weights, got neither.")
+    teacher = create(config.backbone, "static", weights=source, img_size=config.img_size)
+    if teacher.vit.num_classes != classes:
+        raise UserError(
+            f"distill: the teacher in {source} has {teacher.vit.num_classes} classes, the data {classes}. "
+            "Train it first: adaptivit train --policy static --out STATIC, then --teacher STATIC/model."
+        )
+    return teacher.requires_grad_(False).eval()
+
+
+def _loop(trainer: Trainer, run: RunDirectory, images: Images, val: Images, start: int, show: bool) -> Result:
+    config, accelerator = trainer.config, trainer.accelerator
+    per_epoch = len(images) // config.batch_size
+    result: Result | None = None
+    with Meter(run, config.epochs * per_epoch, start, show and accelerator.is_main_process) as meter:
+        for epoch in range(start // per_epoch, config.epochs):
+            images.epoch = epoch
+            begun = time.perf_counter()
+            for step, batch in _epoch(trainer, images, epoch, per_epoch, max(start - epoch * per_epoch, 0)):
+                losses, output = trainer.step(batch, step, per_epoch)
+                now = time.perf_counter()
+                meter.step(step, losses, output, batch, config.batch_size / (now - begun), trainer)
+                begun = now
+                done = step + 1
+                if config.checkpoint_steps and done % config.checkpoint_steps == 0 and done % per_epoch:
+                    losses.check_finite(step)
+                    run.checkpoint(trainer, done)
+            result = validate(trainer, val)
+            meter.epoch(epoch, (epoch + 1) * per_epoch, result)
+            run.checkpoint(trainer, (epoch + 1) * per_epoch)
+    if result is None:  # a finished run was resumed
+        result = validate(trainer, val)
+    run.finish(trainer, result)
+    return result
+
+
+def _epoch(trainer: Trainer, images: Images, epoch: int, per_epoch: int, skip: int) -> Iterator[tuple[int, Loaded]]:
+    """(step, this process's share of the batch) of an epoch, from its batch number `skip` on."""
+    config, accelerator = trainer.config, trainer.accelerator
+    generator = torch.Generator().manual_seed(mix(config.seed, epoch))
+    order = torch.randperm(len(images), generator=generator).tolist()
+    size, rank, world = config.batch_size, accelerator.process_index, accelerator.num_processes
+    plan = [order[i * size : (i + 1) * size][rank::world] for i in range(skip, per_epoch)]
+    for number, batch in enumerate(data.batches(images, plan, config.workers), start=skip):
+        if batch.unreadable and not config.allow_corrupt:
+            raise DataError(f"Cannot read the image {images.labelled.name(batch.unreadable[0])}.")
+        if len(batch.labels):
+            yield epoch * per_epoch + number, batch
+
+
+def validate(trainer: Trainer, val: Images) -> Result:
+    """The model that would be saved (the average where there is one) on the validation images."""
+    order = data.in_order(len(val), trainer.config.batch_size)
+    if trainer.average is None:
+        return evaluate(trainer.model, data.batches(val, order), device=trainer.accelerator.device)
+    with trainer.average.used(trainer.model):
+        return evaluate(trainer.model, data.batches(val, order), device=trainer.accelerator.device)
+
+
+def _readable(labelled: Labelled, allow_corrupt: bool) -> Labelled:
+    bad = set(data.verify(labelled))
+    if bad and not allow_corrupt:
+        raise DataError(
+            f"Cannot read the image {labelled.name(min(bad))}"
+            + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+            + ". Remove it, or pass --allow-corrupt to leave such images out."
+        )
+    return labelled.part([i for i in range(len(labelled)) if i not in bad]) if bad else labelled
+
+
+def _precision(config: TrainConfig) -> str:
+    gpu = torch.cuda.is_available() and config.device != "cpu"
+    return "bf16" if config.precision == "bf16" or (config.precision == "auto" and gpu) else "no"

@@ -1,0 +1,157 @@
+"""What the proofs share: tiny models with weights wild enough to make tokens differ, and how two runs are compared."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from torch import Tensor, nn
+
+import adaptivit
+from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
+from adaptivit.output import Output
+
+torch.set_num_threads(2)
+settings.register_profile(
+    "proofs",
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+settings.load_profile("proofs")
+
+SHARED = Path(__file__).parents[2] / "shared"
+LAYOUTS = ("masked", "packed")
+TINY: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 6,
+    "num_heads": 3,
+    "num_classes": 10,
+}
+# Every way a supported backbone can differ from a plain DeiT, as arguments of timm's VisionTransformer.
+BACKBONES: dict[str, dict[str, Any]] = {
+    "class": {},
+    "deit3": {"no_embed_class": True, "init_values": 1e-1},
+    "registers": {"reg_tokens": 4, "no_embed_class": True, "init_values": 1e-1},
+    "average": {"class_token": False, "global_pool": "avg", "fc_norm": True},
+    "average_with_class": {"global_pool": "avg", "fc_norm": False},
+    "average_prefix": {"global_pool": "avg", "reg_tokens": 2, "pool_include_prefix": True},
+    "max": {"class_token": False, "global_pool": "max"},
+    "distilled": {"distilled": True},
+    "qk_norm": {"qk_norm": True},
+    "scale_norms": {"scale_attn_norm": True, "scale_mlp_norm": True},
+    "pre_norm": {"pre_norm": True},
+    "no_bias": {"qkv_bias": False, "proj_bias": False},
+    "map": {"class_token": False, "global_pool": "map"},
+    "map_with_class": {"global_pool": "map"},
+    "no_position": {"pos_embed": "none"},
+    "no_classifier": {"num_classes": 0},
+}
+SIDES = ("class", "distilled", "registers", "average")  # where the head reads: one slot, two, one of five, all
+
+
+def shared(name: str) -> Path:
+    """A file of ../shared, or a skip that says so: the proofs must run in a bare checkout."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"needs {path}, which is not here")
+    return path
+
+
+@torch.no_grad()
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Weights of ordinary size: timm's own start is so small that all tokens would behave alike."""
+    g = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        noise = torch.randn(p.shape, generator=g)
+        if name.endswith("gamma") or (p.ndim == 1 and "norm" in name and name.endswith("weight")):
+            p.copy_(1 + 0.2 * noise)
+        elif p.ndim >= 2 and name.endswith("weight"):
+            p.copy_(noise / p[0].numel() ** 0.5)
+        else:
+            p.copy_(0.3 * noise)
+
+
+def tiny(policy: str = "static", kind: str = "class", *, seed: int = 0, more: Any = None, **given: Any) -> Any:
+    """A tiny model of a kind of backbone; a policy's gate keeps its settings, its planners get random weights."""
+    model = adaptivit.create(TINY | BACKBONES[kind] | (more or {}), policy, **given)
+    randomise(model.vit, seed)
+    if hasattr(model.policy, "planners"):
+        randomise(model.policy.planners, seed + 1)
+    return model
+
+
+def pictures(batch: int = 3, size: int = 32, seed: int = 0) -> Tensor:
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_run(a: Output, b: Output, tolerance: float = 1e-5) -> None:
+    """Two runs of the same model computed the same tokens at the same cost and say the same."""
+    assert torch.equal(a.trace.attended, b.trace.attended), "other tokens in attention"
+    assert torch.equal(a.trace.updated, b.trace.updated), "other tokens in an MLP"
+    for part in a.parts:
+        assert torch.equal(a.parts[part], b.parts[part]), f"other cost: {part}"
+    assert a.logits.isfinite().all()
+    assert_close(a.logits, b.logits, tolerance)
+    assert_close(a.features, b.features, tolerance)
+
+
+# -- random sequences of answers, for replay ------------------------------------------------------------------------
+KINDS = ("none", "keep", "share", "drop", "drop_zeroed", "drop_all", "drop_weight", "skip", "gate", "skip_all", "merge")
+
+
+def merging(seed: int, live: Tensor) -> Merge:
+    """Random tokens fold into other live ones, size-weighted or not."""
+    g = torch.Generator().manual_seed(seed)
+    into = torch.arange(live.shape[1]).repeat(len(live), 1)
+    for b, alive in enumerate(live):
+        slots = alive.nonzero()[:, 0].tolist()
+        stay = slots[: math.ceil(len(slots) / 2)]
+        for i in slots[len(stay) :]:
+            if torch.rand((), generator=g) < 0.7:
+                into[b, i] = stay[int(torch.randint(len(stay), (), generator=g))]
+    return Merge(into, 0.2 + torch.rand(live.shape, generator=g), 0.5 + 2 * torch.rand(live.shape, generator=g))
+
+
+def random_trace(kinds: list[str], seed: int, images: int = 3, slots: int = 17, prefix: int = 1) -> Trace:
+    """Answers to 3 questions a layer; Drop and Merge wait while tokens sit out, Skip is only said before a block."""
+    g = torch.Generator().manual_seed(seed)
+    live, skipping, steps = torch.ones(images, slots, dtype=torch.bool), False, []
+
+    def rand() -> Tensor:
+        return torch.rand(images, slots, generator=g)
+
+    for position, kind in enumerate(kinds):
+        layer, when = position // 3, get_args(When)[position % 3]
+        skipping = skipping and when == "between"
+        share = rand() if kind == "share" or rand()[0, 0] < 0.15 else None
+        decision: Decision = Keep(share)
+        if kind in ("skip", "gate", "skip_all") and when == "before":
+            sitting = rand() < (1.1 if kind == "skip_all" else 0.5)
+            decision, skipping = Skip(sitting, 2 * rand() if kind == "gate" else None, share=share), True
+        elif "drop" in kind and not skipping:
+            leaving = rand() < ((rand()[:, :1] < 0.6) * 1.1 if kind == "drop_all" else 0.3)
+            live = live & ~leaving
+            weight = live.float() if kind == "drop_weight" else None
+            decision = Drop(leaving, weight=weight, zeroed=kind == "drop_zeroed", share=share)
+        elif kind == "merge" and not skipping:
+            m = merging(seed + position, live)
+            decision = Merge(m.into, m.scale, m.weight, share=share)
+            live = live & (m.into == torch.arange(slots))
+        if kind != "none":
+            steps.append(Step(layer, when, decision))
+    shape = torch.zeros(len(kinds) // 3, images, slots, dtype=torch.bool)
+    return Trace(shape, shape, prefix, tuple(steps))

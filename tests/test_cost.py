@@ -1,0 +1,137 @@
+"""The analytic count is what runs: equal to torch's own counter on the packed path, for every policy, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import BACKBONES, KINDS, TINY, pictures, random_trace, randomise, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers.attention import Attention
+from timm.models.vision_transformer import VisionTransformer
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import adaptivit
+from adaptivit import policies
+from adaptivit.cost import CostModel
+from adaptivit.decision import Decision, Drop
+from adaptivit.output import Output
+
+
+def counted(model: Any, images: torch.Tensor, ask: tuple[str, ...] = ()) -> tuple[int, Output]:
+    """MACs by torch's counter. The MATH backend, because fused CPU attention is counted as zero in some releases."""
+    model.requires_grad_(False)  # not no_grad: the counter's own hooks fail there on a pooling head's latent query
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        out = model(images, layout="packed", ask=ask)
+    return counter.get_total_flops() // 2, out
+
+
+def check(model: Any, batch: int = 3, size: int = 32, ask: tuple[str, ...] = ()) -> Output:
+    ran, out = counted(model, pictures(batch, size), ask)
+    assert ran == int(out.macs.sum()), {k: int(v.sum()) for k, v in out.parts.items()}
+    assert torch.equal(out.macs, out.macs_deployed + out.parts["asked"])
+    assert (out.macs_blocks <= out.macs).all()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("deit_tiny_patch16_224", 1.254), ("deit_small_patch16_224", 4.599), ("deit_base_patch16_224", 17.564)],
+)
+def test_published_gmacs(name: str, expected: float) -> None:
+    with torch.device("meta"):
+        shape = adaptivit.create(name, "static").shape
+    assert round(CostModel(shape, shape.tokens).static / 1e9, 3) == expected
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_static(kind: str) -> None:
+    out = check(tiny(kind=kind))
+    assert out.macs.tolist() == [out.costs.static] * 3
+
+
+def test_another_image_size() -> None:
+    out = check(tiny(more={"dynamic_img_size": True}), size=48)
+    assert float(out.macs[0]) == out.costs.static
+
+
+def test_gated_attention_and_wide_heads() -> None:
+    vit = VisionTransformer(**TINY).eval()
+    for block in vit.blocks:
+        block.attn = Attention(24, 3, attn_head_dim=6, gated=True, qkv_bias=True)
+    randomise(vit)
+    check(adaptivit.create(vit, "avit", gate_center=1.0, reference_rows=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "ask"),
+    [
+        ("aht", {"beta": -0.5}, ()),
+        ("aht", {"beta": -0.5}, ("plan",)),
+        ("aht", {"beta": -0.5, "plan_weight": 0.5}, ()),
+        ("aht", {"beta": -0.5, "straight_through": True, "class_token": "mean_field"}, ()),
+        ("aht", {"beta": 20.0, "plan_weight": 1.0, "class_token": "mean_field"}, ("plan",)),
+        ("avit", {"gate_center": 3.0}, ()),
+        ("avit", {"gate_center": 3.0, "reference_rows": True}, ()),
+        ("avit", {"gate_center": -50.0, "reference_rows": True}, ()),
+    ],
+)
+@pytest.mark.parametrize("kind", ["class", "average"])
+def test_policies(policy: str, given: dict[str, Any], ask: tuple[str, ...], kind: str) -> None:
+    out = check(tiny(policy, kind, **given), ask=ask)
+    assert (out.macs_blocks < out.costs.static).all(), "this test wants tokens that halt"
+    assert bool(out.parts["asked"].any()) == (ask == ("plan",) and given.get("plan_weight", 0) == 0)
+    assert bool(out.parts["policy"].any()) == (given.get("plan_weight", 0) > 0)
+    assert bool(out.parts["evidence"].any()) == given.get("reference_rows", False)
+
+
+@pytest.mark.parametrize("kind", ["distilled", "registers", "map", "qk_norm"])
+def test_other_backbones(kind: str) -> None:
+    check(tiny("aht", kind, beta=-0.5, plan_weight=0.5))
+    check(tiny("avit", kind, gate_center=3.0, reference_rows=True))
+
+
+def test_finish_with_class_is_cheaper() -> None:
+    full = check(tiny("avit", gate_center=2.0))
+    ended = check(tiny("avit", gate_center=2.0, finish_with_class=True))
+    assert (ended.macs <= full.macs).all()
+    assert (ended.macs < full.macs).any()
+
+
+@settings(max_examples=8)
+@given(kinds=st.lists(st.sampled_from(KINDS), min_size=18, max_size=18), seed=st.integers(0, 99))
+def test_random_answers(kinds: list[str], seed: int) -> None:
+    model = tiny()
+    model.policy = policies.build("replay", model.shape, {"trace": random_trace(kinds, seed)})
+    check(model)
+
+
+class Curious(adaptivit.Policy):
+    """Looks at everything that can be looked at, and asks the head after every block."""
+
+    def evidence(self, layer: int) -> frozenset[str]:
+        return frozenset({"received", "class_row", "keys", "ghost", "fc1", "gelu"})
+
+    def after(self, view: Any, state: None) -> Decision | None:
+        view.logits()
+        received, share = view.found["received"], view.found["class_row"]
+        if view.layer == 2:  # an early exit of the second image, and the least attended of the others
+            exit_second = torch.tensor([False, True, False])[:, None]
+            leaving = (received < received.mean(-1, keepdim=True)) & (share < 0.05)
+            leaving[:, : self.shape.prefix] = False
+            return Drop(leaving | exit_second)
+        return None
+
+
+@pytest.mark.parametrize("kind", ["class", "distilled"])
+def test_evidence_and_exits_are_counted(kind: str) -> None:
+    """Exactly while every image is there; an exit taken by nobody is not charged to an image that has left."""
+    model = tiny(kind=kind)
+    model.policy = Curious(None, model.shape)
+    ran, out = counted(model, pictures())
+    head = out.costs.head
+    assert ran == int(out.macs.sum()) + 3 * head  # the batch runs 6 exits for all; image 2 left after 3 of them
+    assert float(out.parts["evidence"][0]) > 0
