@@ -72,7 +72,9 @@ class Digits:
         generator = torch.Generator().manual_seed(seed)
         pictures = torch.cat([draw(self.test_x, generator, distort=False) for _ in range(PLACEMENTS)])
         labels, index = self.test_y.repeat(PLACEMENTS), torch.arange(len(pictures))
-        parts = zip(normalise(pictures).split(batch_size), labels.split(batch_size), index.split(batch_size), strict=True)
+        parts = zip(
+            normalise(pictures).split(batch_size), labels.split(batch_size), index.split(batch_size), strict=True
+        )
         return [Loaded(images, y, i, []) for images, y, i in parts]
 
 

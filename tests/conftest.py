@@ -15,7 +15,7 @@ import adaptivit
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
 from adaptivit.output import Output
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tensors are so small that a second thread only waits
 settings.register_profile(
     "proofs",
     max_examples=20,
@@ -155,3 +155,48 @@ def random_trace(kinds: list[str], seed: int, images: int = 3, slots: int = 17, 
             steps.append(Step(layer, when, decision))
     shape = torch.zeros(len(kinds) // 3, images, slots, dtype=torch.bool)
     return Trace(shape, shape, prefix, tuple(steps))
+
+
+def literal_forward(vit: Any, trace: Trace, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The loop without any layout: every image a dictionary of tokens. Returns the readout and who attended."""
+    answer = {(s.layer, s.when): s.decision for s in trace.steps}
+    everything = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
+    readouts, computed = [], torch.zeros(len(vit.blocks), *everything.shape[:2], dtype=torch.bool)
+    for b, x in enumerate(everything):
+        value, weight, shares = dict(enumerate(x)), dict.fromkeys(range(len(x)), 1.0), None
+        for layer, block in enumerate(vit.blocks):
+            here, gate, start = list(weight), None, dict(value)
+            for when in ("before", "between", "after"):
+                if when == "after":
+                    for i in here if gate is not None else ():
+                        value[i] = start[i] + gate[b, i] * (value[i] - start[i])
+                    here = list(weight)
+                said = answer.get((layer, when), Keep())
+                if said.share is not None:
+                    part = torch.stack([said.share[b, i] * value[i] for i in value])
+                    shares = part if shares is None else shares + part
+                if isinstance(said, Skip):
+                    here, gate = [i for i in here if not said.sitting[b, i]], said.gate
+                elif isinstance(said, Drop):
+                    for i in [i for i in here if said.leaving[b, i]]:
+                        value[i] = torch.zeros_like(value[i]) if said.zeroed else value[i]
+                        del weight[i]
+                    here = list(weight)
+                elif isinstance(said, Merge):
+                    old, weight = dict(value), {j: float(said.weight[b, j]) for j in here if said.into[b, j] == j}
+                    for j in weight:
+                        value[j] = torch.stack([said.scale[b, i] * old[i] for i in here if said.into[b, i] == j]).sum(0)
+                    here = list(weight)
+                if when == "after" or not here:
+                    continue
+                rows = torch.stack([value[i] for i in here])
+                if when == "before":
+                    computed[layer, b, here] = True
+                    q, k, v = block.attn.qkv(block.norm1(rows)).reshape(len(here), 3, 3, 8).permute(1, 2, 0, 3)
+                    a = (q @ k.mT / 8**0.5 + torch.tensor([weight[i] for i in here]).log()).softmax(-1)
+                    rows = rows + block.ls1(block.attn.proj((a @ v).transpose(0, 1).flatten(1)))
+                else:
+                    rows = rows + block.ls2(block.mlp(block.norm2(rows)))
+                value |= dict(zip(here, rows, strict=True))
+        readouts.append(torch.stack([value[i] for i in range(len(x))]) if shares is None else shares)
+    return torch.stack(readouts), computed

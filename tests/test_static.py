@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from conftest import BACKBONES, LAYOUTS, TINY, assert_close, assert_same_run, pictures, randomise, tiny
+from conftest import BACKBONES, LAYOUTS, TINY, assert_close, assert_same_run, pictures, random_trace, randomise, tiny
 from timm.layers import PatchEmbed, SwiGLU
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import nn
 
 import adaptivit
-from adaptivit.errors import UnsupportedBackbone
+from adaptivit.errors import UnsupportedBackbone, UserError
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -124,3 +124,33 @@ def test_other_models_are_named(given: dict[str, int]) -> None:
         adaptivit.create(timm.create_model("resnet18"), "static", **given)
     with pytest.raises(UnsupportedBackbone, match="Linear"):
         adaptivit.create(nn.Linear(3, 3), "static", **given)
+
+
+def test_wrong_images_are_explained() -> None:
+    model = tiny()
+    for images, said in [
+        (pictures(2, 40), "32 x 32 px, got 40 x 40"),
+        (pictures()[:, :2], "3 channels, got 2"),
+        (pictures()[0], "float tensor"),
+        (pictures().to(torch.uint8), "float tensor.*uint8"),
+        (pictures()[:0], "empty batch"),
+        ([1, 2], "list"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            model(images)
+    with pytest.raises(UserError, match="Did you mean 'masked'"):
+        model(pictures(), layout="maskd")
+    with pytest.raises(UserError, match="3 images of 17"):
+        adaptivit.create(TINY, "replay", trace=random_trace(["keep"] * 18, 0))(pictures(2))
+
+
+def test_wrong_backbones_are_explained() -> None:
+    with pytest.raises(UserError, match=r"deit_tiny_patch16_224"):
+        adaptivit.create("deit_tiny_patch16_225", "static")
+    with pytest.raises(UserError, match="widht"):
+        adaptivit.create(TINY | {"widht": 3}, "static")
+
+
+def test_no_whole_number_of_patches_is_explained() -> None:
+    with pytest.raises(UserError, match="33"):
+        tiny(more={"dynamic_img_size": True})(pictures(1, 33))

@@ -1,10 +1,13 @@
 """Packed: the rows of live tokens only, image after image, no padding. What halts is really gone.
 
-Shapes: B images, N slots, D width, H heads, d head width; M live rows in all, rows are [M, D], sorted by cell
-(cell = image * N + slot). Attention runs per image, and at once for images of equal length.
+Shapes: B images, N slots, D width, H heads, d head width; M live rows in all, rows are [M, D]. `cells` [M] says whose
+they are: cell = image * N + slot. Images lie in order of their length, so those of equal length attend at once.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,10 +30,19 @@ class Packed(Layout):
         self._aside: tuple[Tensor, Tensor, list[int], Tensor, Tensor | None] | None = None
 
     def _select(self, stay: Tensor) -> Tensor:
-        """Keep the rows with stay [B, N]; returns their index [M'] among the present rows."""
-        index = stay.flatten()[self.cells].nonzero()[:, 0]
-        self.rows, self.cells = self.rows[index], self.cells[index]
-        self.lengths = stay.sum(-1).tolist()
+        """Keep the rows with stay [B, N], images ordered by length; returns their index [M'] among the present rows.
+
+        The order makes images of equal length neighbours, so that attention takes them at once and copies nothing.
+        """
+        lengths = stay.sum(-1)
+        order = lengths.argsort(stable=True)
+        position, slot = stay[order].nonzero(as_tuple=True)
+        cells = order[position] * self.slots + slot
+        place = torch.empty(stay.numel(), dtype=torch.long, device=cells.device)
+        place[self.cells] = torch.arange(len(self.cells), device=cells.device)
+        index = place[cells]
+        self.rows, self.cells = self.rows[index], cells
+        self.lengths = lengths[order].tolist()
         return index
 
     def drop(self, decision: Drop) -> None:
@@ -44,13 +56,13 @@ class Packed(Layout):
 
     def _park(self, leaving: Tensor, zeroed: bool) -> None:
         """Remember the last value of tokens that leave and that the head will read."""
-        wanted = leaving[:, : self.read]
-        if wanted.any():
-            index = leaving.clone()
-            index[:, self.read :] = False
-            last = self.rows[index.flatten()[self.cells]]
-            self._parked = self._parked.clone()
-            self._parked[wanted] = torch.zeros_like(last) if zeroed else last
+        if leaving[:, : self.read].any():
+            slot = self.cells % self.slots
+            index = (leaving.flatten()[self.cells] & (slot < self.read)).nonzero()[:, 0]
+            last = self.rows[index]
+            where = self.cells[index] // self.slots * self.read + slot[index]
+            parked = self._parked.flatten(0, 1).index_copy(0, where, torch.zeros_like(last) if zeroed else last)
+            self._parked = parked.unflatten(0, (self.batch, self.read))
 
     def sit_out(self, decision: Skip) -> None:
         here = self.live & ~decision.sitting
@@ -83,44 +95,25 @@ class Packed(Layout):
         self.live = self.here = stay
         self.weight = decision.weight * stay
 
-    def _images(self) -> list[tuple[int, list[int]]]:
-        """(length, row offsets) of the images that have rows, images of equal length together."""
-        buckets: dict[int, list[int]] = {}
+    def _buckets(self) -> Iterator[tuple[slice, int, int]]:
+        """(rows, images, length) of each run of images of one length."""
         start = 0
-        for length in self.lengths:
+        for length, run in itertools.groupby(self.lengths):
+            images = len(list(run))
             if length:
-                buckets.setdefault(length, []).append(start)
-            start += length
-        return list(buckets.items())
-
-    def _bias(self, length: int, starts: list[int], row_weight: Tensor | None) -> Tensor | None:
-        """[b, 1, 1, n] log w, where tokens have sizes."""
-        if row_weight is None:
-            return None
-        return torch.stack([row_weight[s : s + length] for s in starts]).log()[:, None, None, :]
+                yield slice(start, start + images * length), images, length
+            start += images * length
 
     def _row_weight(self) -> Tensor | None:
         return None if self.weight is None else self.weight.flatten()[self.cells]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        buckets, weight = self._images(), self._row_weight()
-        if not buckets:
-            return v
-        parts: list[tuple[int, Tensor]] = []
-        for n, starts in buckets:
-            if n * len(starts) == len(q):  # one length for all: no copy at all
-                qb, kb, vb = (t.unflatten(0, (len(starts), n)).transpose(1, 2) for t in (q, k, v))
-            elif len(starts) == 1:
-                qb, kb, vb = (t[None, starts[0] : starts[0] + n].transpose(1, 2) for t in (q, k, v))
-            else:
-                qb, kb, vb = (torch.stack([t[s : s + n] for s in starts]).transpose(1, 2) for t in (q, k, v))
-            bias = self._bias(n, starts, weight)
-            out = attention.fused(qb, kb, vb, None if bias is None else bias.to(qb.dtype), dropout=dropout)
-            out = out.transpose(1, 2)
-            if n * len(starts) == len(q):
-                return out.flatten(0, 1)
-            parts.extend(zip(starts, out.unbind(0), strict=True))
-        return torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])])
+        weight, parts = self._row_weight(), []
+        for rows, images, n in self._buckets():
+            qb, kb, vb = (t[rows].unflatten(0, (images, n)).transpose(1, 2) for t in (q, k, v))
+            bias = None if weight is None else weight[rows].log().to(q.dtype).reshape(images, 1, 1, n)
+            parts.append(attention.fused(qb, kb, vb, bias, dropout=dropout).transpose(1, 2).flatten(0, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else v
 
     def add(self, delta: Tensor) -> None:
         self.rows = self.rows + delta
@@ -139,30 +132,27 @@ class Packed(Layout):
         return total / self.here.sum(-1, keepdim=True).clamp_min(1)
 
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
-        weight, start, out = self._row_weight(), 0, []
-        for image, n in enumerate(self.lengths):
-            if n == 0:
-                out.append(empty)
-                continue
-            rows = slice(start, start + n)
-            w = torch.ones(1, n, device=q.device) if weight is None else weight[None, rows]
-            keys, values = k[None, rows].transpose(1, 2), v[None, rows].transpose(1, 2)
-            out.append(attention.weighted(q[image][None, :, None], keys, values, w)[0, :, 0])
-            start += n
-        return torch.stack(out)
+        weight = self._row_weight()
+        out = empty.expand(self.batch, -1, -1)
+        for rows, images, n in self._buckets():
+            image = self.cells[rows].reshape(images, n)[:, 0] // self.slots
+            kb, vb = (t[rows].unflatten(0, (images, n)).transpose(1, 2) for t in (k, v))
+            w = torch.ones(images, n, device=q.device) if weight is None else weight[rows].reshape(images, n)
+            out = out.index_copy(0, image, attention.weighted(q[image][:, :, None], kb, vb, w)[:, :, 0])
+        return out
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
-        weight, received = self._row_weight(), q.new_zeros(len(q), dtype=torch.float32)
-        for n, starts in self._images():
-            for s in starts:
-                rows = slice(s, s + n)
-                if queries == "class" and int(self.cells[s]) % self.slots:
-                    continue  # the class token itself has left
-                queried = q[None, s : s + 1] if queries == "class" else q[None, rows]
-                w = None if weight is None else weight[None, rows]
-                a = attention.probabilities(queried.transpose(1, 2), k[None, rows].transpose(1, 2), w)
-                received[rows] = a.mean((0, 1, 2))
-        return self.grid(received)
+        weight, received = self._row_weight(), []
+        for rows, images, n in self._buckets():
+            qb, kb = (t[rows].unflatten(0, (images, n)).transpose(1, 2) for t in (q, k))
+            w = None if weight is None else weight[rows].reshape(images, n)
+            if queries == "class":  # nothing is received from a class token that has left
+                there = self.cells[rows].reshape(images, n)[:, :1] % self.slots == 0
+                a = attention.probabilities(qb[:, :, :1], kb, w).mean((1, 2)) * there
+            else:
+                a = attention.probabilities(qb, kb, w).mean((1, 2))
+            received.append(a.flatten())
+        return self.grid(torch.cat(received) if received else q.new_zeros(0, dtype=torch.float32))
 
     def leading(self) -> Tensor:
         wanted = self.live[:, : self.read]

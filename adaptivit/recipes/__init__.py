@@ -12,7 +12,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "aht-high-accuracy": aht.high_accuracy,
     "aht-balanced": aht.balanced,
     "aht-high-efficiency": aht.high_efficiency,
-    "aht-acting-plan": aht.acting_plan,
+    "aht-budget": aht.budget,
     "avit-paper": avit.paper,
     "avit-tiny": avit.tiny,
     "avit-small": avit.small,

@@ -46,16 +46,16 @@ def high_efficiency() -> TrainConfig:
     return replace(_PAPER, ponder=1e-2, target_depth=0.2)
 
 
-def acting_plan() -> TrainConfig:
-    """Ours: the plan acts on the score, the task loss reaches it, a budget holds the mean cost, static teaches.
+def budget() -> TrainConfig:
+    """Ours: the task loss reaches the scores, a budget holds the mean cost, the static model teaches.
 
-    adaptivit train --recipe aht-acting-plan --data DATA --weights STATIC --budget-share 0.67
-    The same ingredients as the quickstart's AHT-ViT. Needs a static model of the same classes as --weights or
-    --teacher. Not run by us on ImageNet.
+    adaptivit train --recipe aht-budget --data DATA --weights STATIC --budget-share 0.67
+    The ingredients of the quickstart's AHT-ViT; the planners and their loss are the paper's. Needs a static model of
+    the same classes as --weights or --teacher. Not run by us on ImageNet.
     """
     return replace(
         _PAPER,
-        policy="aht:straight_through=true,plan_weight=1.0,plan_range=s..L+1",
+        policy="aht:straight_through=true",
         batch_size=256,
         target_depth=0.1,
         budget=10.0,
