@@ -36,6 +36,7 @@ class Shape:
     has_class: bool
     gated: bool = False  # attention output gate (a linear layer more)
     latent_pool: bool = False  # attention pooling head
+    pool_prefix: bool = False  # which pools over the prefix tokens too
 
 
 def inspect(vit: nn.Module) -> Shape:
@@ -89,6 +90,7 @@ def inspect(vit: nn.Module) -> Shape:
         has_class=vit.has_class_token,
         gated=first.attn.gate is not None,
         latent_pool=vit.attn_pool is not None,
+        pool_prefix=vit.pool_include_prefix,
     )
 
 
@@ -102,7 +104,7 @@ def head(vit: VisionTransformer, leading: Tensor) -> tuple[Tensor, Tensor]:
     x = vit.norm(leading)
     features = vit.forward_head(x, pre_logits=True)
     if isinstance(vit, VisionTransformerDistilled):
-        return features, vit.forward_head(x)
+        return features, (vit.head(x[:, 0]) + vit.head_dist(x[:, 1])) / 2
     return features, vit.head(features)
 
 

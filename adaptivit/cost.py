@@ -36,7 +36,7 @@ class CostModel:
         shape = self.shape
         macs = float(shape.heads_out * shape.dim * shape.classes)
         if shape.latent_pool:  # q, kv, scores and values, projection, MLP of one latent query over the patches
-            pooled = self.tokens - shape.prefix
+            pooled = self.tokens - (0 if shape.pool_prefix else shape.prefix)
             macs += 2 * shape.dim**2 + pooled * 2 * shape.dim**2 + 2 * pooled * shape.dim + 2 * shape.dim * shape.hidden
         return macs
 

@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from . import checkpoint
+from .backbone import inspect
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
 from .preprocess import Preprocessing
@@ -43,20 +44,19 @@ def create(
         raise unknown("policy", policy, SETTINGS)
     make(policy, policy_settings)  # a bad setting is said before anything is built or downloaded
     if isinstance(weights, (str, Path)) and Path(weights).is_dir():
-        return _from_directory(backbone, policy, Path(weights), num_classes, img_size, policy_settings)
+        changes = {"num_classes": num_classes, "img_size": img_size, "drop_path_rate": drop_path_rate}
+        return _from_directory(backbone, policy, Path(weights), changes, policy_settings)
     state = checkpoint.read_weights(weights) if isinstance(weights, (str, Path)) else None
     stored = None if state is None or "head.weight" not in state else state["head.weight"].shape[0]
+    if num_classes is None and isinstance(backbone, Mapping):
+        num_classes = backbone.get("num_classes")
     classes = num_classes if num_classes is not None else stored
     vit = build_backbone(backbone, classes, img_size, drop_path_rate, pretrained=weights is True)
-    if num_classes is not None and vit.num_classes != num_classes:
-        vit.reset_classifier(num_classes)
-    if img_size is not None and isinstance(backbone, nn.Module):
-        vit.set_input_size(img_size=(img_size, img_size) if isinstance(img_size, int) else img_size)
     name = backbone if isinstance(backbone, str) else None
     model = AdaptiveViT(vit, policy, policy_settings, name)
     if state is not None:
-        replace = num_classes is not None and num_classes != stored
-        checkpoint.fit_backbone(vit, state, str(weights), replace_head=replace)
+        replace_head = num_classes is not None and num_classes != stored
+        checkpoint.fit_backbone(vit, state, str(weights), replace_head=replace_head)
     return model.eval()
 
 
@@ -69,14 +69,14 @@ def load(directory: str | Path) -> AdaptiveViT:
         model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
         model.class_names = config.get("class_names")
         model.preprocessing = Preprocessing.from_config(config["preprocessing"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"Damaged checkpoint: {directory}/config.json ({error!r}).") from None
     checkpoint.load_tensors(model, directory)
     return model.eval()
 
 
 def _from_directory(
-    backbone: Any, policy: str, directory: Path, classes: int | None, img_size: Any, settings: dict[str, Any]
+    backbone: Any, policy: str, directory: Path, changes: dict[str, Any], settings: dict[str, Any]
 ) -> AdaptiveViT:
     """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
     config = checkpoint.read_config(directory)
@@ -88,14 +88,18 @@ def _from_directory(
     same = config["policy"] == policy
     state = checkpoint.read_weights(directory / "model.safetensors")
     stored = state["head.weight"].shape[0] if "head.weight" in state else None
-    changes = dict(config["backbone"]["changes"])
-    vit = build_backbone(
-        backbone, classes if classes is not None else stored, img_size or changes.get("img_size"), pretrained=False
-    )
+    if changes["num_classes"] is None:
+        changes["num_classes"] = backbone.get("num_classes") if isinstance(backbone, Mapping) else None
+    keep_head = changes["num_classes"] in (None, stored)
+    if keep_head:
+        changes["num_classes"] = stored
+    if changes["img_size"] is None:
+        changes["img_size"] = config["backbone"]["changes"].get("img_size")
+    vit = build_backbone(backbone, **changes)
     model = AdaptiveViT(vit, policy, (config["settings"] if same else {}) | settings, name)
-    model.class_names = config.get("class_names") if classes in (None, stored) else None
+    model.class_names = config.get("class_names") if keep_head else None
     model.preprocessing = replace(Preprocessing.from_config(config["preprocessing"]), size=model.preprocessing.size)
-    checkpoint.fit_backbone(vit, state, str(directory), replace_head=classes not in (None, stored))
+    checkpoint.fit_backbone(vit, state, str(directory), replace_head=not keep_head)
     own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
     if same:
         checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
@@ -114,7 +118,16 @@ def build_backbone(
     if isinstance(backbone, nn.Module):
         if pretrained:
             raise UserError("weights=True downloads by timm name; this backbone is a module.")
-        return backbone  # inspect() names what is wrong with another type
+        inspect(backbone)
+        vit: Any = backbone
+        own = getattr(vit.blocks[-1].drop_path1, "drop_prob", 0.0)
+        if drop_path_rate not in (0.0, own):
+            raise UserError(f"drop_path_rate: the module brings its own, {own}; make it with {drop_path_rate}.")
+        if num_classes is not None and vit.num_classes != num_classes:
+            vit.reset_classifier(num_classes)
+        if img_size is not None:
+            vit.set_input_size(img_size=(img_size, img_size) if isinstance(img_size, int) else tuple(img_size))
+        return vit
     given: dict[str, Any] = {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
     if img_size is not None:
         given["img_size"] = img_size
@@ -131,7 +144,7 @@ def build_backbone(
         raise UserError(f"Unknown timm model {backbone!r}.{hint}")
     logging.getLogger("timm").setLevel(logging.WARNING)
     try:
-        vit = timm.create_model(backbone, pretrained=pretrained, **given)
+        made = timm.create_model(backbone, pretrained=pretrained, **given)
     except TypeError as error:
         raise UnsupportedBackbone(
             f"{backbone} is not a VisionTransformer that takes these settings ({error})."
@@ -140,7 +153,7 @@ def build_backbone(
         raise UserError(f"timm could not make {backbone}: {error}") from None
     except OSError as error:
         raise WeightsError(f"timm could not download the weights of {backbone}: {error}") from None
-    return vit
+    return made
 
 
 def _plain(*, distilled: bool = False, norm_eps: float = 1e-6, **kwargs: Any) -> VisionTransformer:
@@ -197,13 +210,14 @@ def _arguments(vit: VisionTransformer) -> dict[str, Any]:
         "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
         "pool_include_prefix": vit.pool_include_prefix,
         "dynamic_img_size": vit.dynamic_img_size,
+        "dynamic_img_pad": vit.patch_embed.dynamic_img_pad,
     }
 
 
 def _fingerprint(vit: VisionTransformer) -> list[str]:
     """What the arguments must reproduce beside the weights: kinds of modules, epsilons, activations."""
     return [
-        f"{name} {type(m).__name__} {getattr(m, 'eps', '')}"
+        f"{name} {type(m).__name__} {m.extra_repr()}"
         for name, m in vit.named_modules()
         if not isinstance(m, (nn.Dropout, nn.Identity)) and "drop_path" not in name
     ]

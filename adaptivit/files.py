@@ -64,7 +64,12 @@ def new_directory(path: str | Path) -> Iterator[Path]:
                 old = path.with_name(f".{path.name}.old")
                 shutil.rmtree(old, ignore_errors=True)
                 os.replace(path, old)
-            os.replace(temporary, path)
+            try:
+                os.replace(temporary, path)
+            except BaseException:
+                if old is not None:
+                    os.replace(old, path)
+                raise
             if old is not None:
                 shutil.rmtree(old, ignore_errors=True)
         except BaseException:

@@ -139,7 +139,7 @@ class View:
     def weight(self) -> Tensor:
         """[B, N] weight (size) of every token; 0 where it is absent."""
         layout = self._run.layout
-        return layout.here.float() if layout.weight is None else layout.weight * layout.here
+        return layout.here.float() if layout.size is None else layout.size * layout.here
 
     def element(self, index: int) -> Tensor:
         """[B, N] one element of every token's row (float32), 0 where it is absent."""

@@ -51,6 +51,16 @@ class AdaptiveViT(nn.Module):
             raise UserError("Expected at least one image, got an empty batch.")
         if images.shape[1] != self.vit.in_chans:
             raise UserError(f"Expected images with {self.vit.in_chans} channels, got {images.shape[1]}.")
+        wanted = next(self.parameters()).dtype
+        if images.dtype != wanted and not torch.is_autocast_enabled(images.device.type):
+            raise UserError(f"Expected images of {wanted}, as the weights are, got {images.dtype}.")
+        patch, embed = self.vit.patch_embed.patch_size, self.vit.patch_embed
+        whole = all(s % p == 0 for s, p in zip(images.shape[2:], patch, strict=True))
+        if self.vit.dynamic_img_size and not embed.dynamic_img_pad and not whole:
+            raise UserError(
+                f"Expected sides that are multiples of the {patch[0]} x {patch[1]} px patch, "
+                f"got {images.shape[2]} x {images.shape[3]}."
+            )
         size = self.vit.patch_embed.img_size
         if not self.vit.dynamic_img_size and size is not None and tuple(images.shape[2:]) != tuple(size):
             raise UserError(

@@ -46,7 +46,7 @@ STATIC = TrainConfig(
 ADAPTIVE = replace(
     STATIC,
     policy="aht:straight_through=true",
-    epochs=8,
+    epochs=12,
     lr=1e-3,
     distill=1.0,
     budget=10.0,

@@ -46,8 +46,11 @@ def load_trace(path: str | Path) -> Trace:
     if meta.get("format") != "adaptivit-trace-1":
         raise UserError(f"Not a trace saved by adaptivit: {path}.")
     steps = []
-    for i, (layer, when, kind, plain) in enumerate(json.loads(meta["steps"])):
-        values = plain | {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{i}.")}
-        decision: Decision = _KINDS[kind](**values)
-        steps.append(Step(layer, when, decision))
-    return Trace(tensors["attended"], tensors["updated"], int(meta["prefix"]), tuple(steps))
+    try:
+        for i, (layer, when, kind, plain) in enumerate(json.loads(meta["steps"])):
+            values = plain | {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{i}.")}
+            decision: Decision = _KINDS[kind](**values)
+            steps.append(Step(layer, when, decision))
+        return Trace(tensors["attended"], tensors["updated"], int(meta["prefix"]), tuple(steps))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"Damaged trace file: {path} ({error!r}).") from None

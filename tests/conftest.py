@@ -53,6 +53,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
     "no_bias": {"qkv_bias": False, "proj_bias": False},
     "map": {"class_token": False, "global_pool": "map"},
     "map_with_class": {"global_pool": "map"},
+    "map_prefix": {"global_pool": "map", "reg_tokens": 2, "pool_include_prefix": True},
     "no_position": {"pos_embed": "none"},
     "no_classifier": {"num_classes": 0},
 }

@@ -22,8 +22,6 @@ import adaptivit
 from adaptivit import files
 from adaptivit.errors import UserError, WeightsError
 
-HEAD = ("head.weight", "head.bias")
-
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
@@ -45,8 +43,7 @@ def test_weights_of_every_form(weights: Path, wrapper: str | None, tmp_path: Pat
     path = tmp_path / "tiny.pth"
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 3}, path)
     assert same_tensors(adaptivit.create(TINY, "static", weights=str(path)).vit.state_dict(), state)
-    parallel = {f"module.{k}": v for k, v in state.items()}
-    torch.save(parallel, path)
+    torch.save({f"module.{k}": v for k, v in state.items()}, path)
     assert same_tensors(adaptivit.create(VisionTransformer(**TINY), "avit", weights=path).vit.state_dict(), state)
 
 
@@ -55,7 +52,7 @@ def test_another_number_of_classes_replaces_the_head(weights: Path) -> None:
     own = model.vit.state_dict()
     assert own["head.weight"].shape == (4, 24)
     assert model(pictures()).logits.shape == (3, 4)
-    assert same_tensors(own, state, but=HEAD)
+    assert same_tensors(own, state, but=("head.weight", "head.bias"))
     assert adaptivit.create(VisionTransformer(**TINY), "static", num_classes=4).shape.classes == 4
 
 
@@ -101,7 +98,7 @@ def test_a_file_that_would_run_code_is_refused(writer: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "text", "list", "numbers"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "text", "stop", "short", "list", "numbers"])
 def test_damaged_files_are_named(weights: Path, damage: str, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"bad{suffix}"
     if suffix == ".pth":
@@ -109,7 +106,8 @@ def test_damaged_files_are_named(weights: Path, damage: str, suffix: str, tmp_pa
     else:
         path.write_bytes(weights.read_bytes())
     data = path.read_bytes()
-    path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "text": b"not weights"}.get(damage, b"\x07" * 99))
+    bad = {"empty": b"", "cut": data[: len(data) // 2], "text": b"not weights", "stop": b".", "short": b"M\x01"}
+    path.write_bytes(bad.get(damage, b"\x07" * 99))
     if damage in ("list", "numbers") and suffix == ".pth":
         torch.save([1, 2] if damage == "list" else {"a": 1}, path)
     with pytest.raises(WeightsError, match=rf"bad\{suffix}") as caught:
@@ -181,20 +179,19 @@ def test_weights_from_a_directory(tmp_path: Path) -> None:
         adaptivit.create(TINY, "aht", weights=tmp_path / "aht", stages=(3,))
 
 
-def test_what_is_asked_for_beside_weights_is_given(weights: Path, tmp_path: Path) -> None:
-    """Weights never overrule an argument in silence."""
-    asked = adaptivit.create(TINY | {"num_classes": 4}, "static", weights=weights)
-    assert asked.shape.classes == 4, "the backbone's own num_classes"
+def test_weights_never_overrule_an_argument(weights: Path) -> None:
+    assert adaptivit.create(TINY | {"num_classes": 4}, "static", weights=weights).shape.classes == 4
 
 
-def test_what_is_asked_for_beside_a_directory_is_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [{"drop_path_rate": 0.5}, {"num_classes": 4}, {"img_size": 48}])
+@pytest.mark.parametrize("module", [False, True])
+def test_what_is_asked_for_beside_a_directory_is_given(module: bool, asked: dict[str, Any], tmp_path: Path) -> None:
     tiny("static").save_pretrained(tmp_path / "static")
-    noisy = adaptivit.create(TINY, "static", weights=tmp_path / "static", drop_path_rate=0.5)
-    assert getattr(noisy.vit.blocks[-1].drop_path1, "drop_prob", 0.0) == 0.5
-    module = adaptivit.create(VisionTransformer(**TINY), "static", weights=tmp_path / "static", num_classes=4)
-    assert module(pictures(1)).logits.shape == (1, 4)
-    module = adaptivit.create(VisionTransformer(**TINY), "static", weights=tmp_path / "static", img_size=48)
-    assert module(pictures(1, 48)).trace.attended.shape == (6, 1, 37)
+    backbone = VisionTransformer(**TINY, drop_path_rate=asked.get("drop_path_rate", 0.0)) if module else TINY
+    model = adaptivit.create(backbone, "static", weights=tmp_path / "static", **asked)
+    assert getattr(model.vit.blocks[-1].drop_path1, "drop_prob", 0.0) == asked.get("drop_path_rate", 0.0)
+    size = asked.get("img_size", 32)
+    assert model(pictures(1, size)).logits.shape == (1, asked.get("num_classes", 10))
 
 
 @pytest.mark.parametrize(
@@ -211,8 +208,9 @@ def test_damaged_configs_are_named(text: str, tmp_path: Path) -> None:
         adaptivit.load(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("failing", range(1, 5))
-@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize(  # moves: model, config, what was there out of the way, the new one in its place
+    ("existing", "failing"), [(True, 1), (True, 2), (True, 3), (True, 4), (False, 1), (False, 2), (False, 3)]
+)
 def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monkeypatch: Any) -> None:
     """The n-th move fails (a full disk): the place is as it was before, with nothing left beside it."""
     place, old, new = tmp_path / "saved", tiny(seed=1), tiny(seed=2)
@@ -227,9 +225,6 @@ def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monk
         real(source, target)
 
     monkeypatch.setattr(files.os, "replace", replace)
-    if failing > (4 if existing else 3):  # model, config, old away, new in place
-        new.save_pretrained(place)
-        return
     with pytest.raises(UserError, match=r"Cannot write .*No space left"):
         new.save_pretrained(place)
     monkeypatch.undo()

@@ -114,7 +114,7 @@ def test_merge_is_a_scaled_sum(make: type[Layout]) -> None:
             met = [scale[b, i] * x[b, i] for i in range(N) if into[b, i] == j and not left[b, i]]
             assert_close(layout.leading()[b, j], torch.stack(met).sum(0) if stays else x[b, j])
             assert bool(layout.live[b, j]) == stays
-            assert float(layout.weight[b, j]) == (float(decision.weight[b, j]) if stays else 0.0)  # type: ignore[index]
+            assert float((layout.size * layout.here)[b, j]) == (float(decision.weight[b, j]) if stays else 0.0)  # type: ignore[index]
 
 
 def settled(make: type[Layout], case: str) -> tuple[Layout, Tensor]:

@@ -91,6 +91,13 @@ def test_masked_static_is_bitwise_timm() -> None:
     assert torch.equal(model(pictures(), layout="masked").logits, model.vit(pictures()))
 
 
+def test_logits_are_one_tensor_even_while_distilling() -> None:
+    """timm's own switch makes its head answer with a pair in training; ours promises logits [B, classes]."""
+    model = tiny(kind="distilled").train()
+    model.vit.set_distilled_training(True)
+    assert model(pictures()).logits.shape == (3, 10)
+
+
 @pytest.mark.parametrize("block", [ParallelScalingBlock, ParallelThingsBlock, ResPostBlock])
 def test_other_blocks_are_named(block: type) -> None:
     with pytest.raises(UnsupportedBackbone, match=rf"block 0: {block.__name__} "):

@@ -24,14 +24,14 @@ class Layout(ABC):
     name: str
     live: Tensor  # [B, N] bool: has not left
     here: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
-    weight: Tensor | None  # [B, N] key weights where they are not simply `here`
+    size: Tensor | None  # [B, N] weight of each token where merges have made some heavier than 1
     rows: Tensor  # [R, D] of the tokens that take part
 
     def __init__(self, x: Tensor, read: int) -> None:  # x [B, N, D]; the head reads the first `read` slots
         self.read = read
         self.live = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         self.here = self.live
-        self.weight = None
+        self.size = None
         self.rows = x
 
     def carry_out(self, decision: Decision, when: str) -> None:

@@ -5,6 +5,8 @@ Shapes: B images, N slots, D width, H heads, d head width; rows are [B, N, D].
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,11 @@ class Masked(Layout):
         super().__init__(x, read)
         self._whole = True  # nobody has left or sits out: masks would change nothing
         self._before: tuple[Tensor, Skip] | None = None
+        self._presence: Tensor | None = None  # [B, N] 0/1 with a gradient of the policy's choice
 
     def drop(self, decision: Drop) -> None:
         leaving = decision.leaving & self.live
-        if decision.weight is not None:
-            self.weight = decision.weight
-        elif self.weight is not None:
-            self.weight = self.weight.masked_fill(leaving, 0.0)
+        self._presence = decision.weight
         if decision.zeroed:
             self.rows = self.rows.masked_fill(leaving[..., None], 0.0)
         self.live = self.here = self.live & ~leaving
@@ -51,7 +51,7 @@ class Masked(Layout):
         met = torch.zeros_like(self.rows).scatter_add(1, decision.into[..., None].expand_as(moved), moved)
         self.live = self.here = self.live & (decision.into == slot)
         self.rows = torch.where(self.live[..., None], met, self.rows)
-        self.weight = decision.weight * self.live
+        self.size = decision.weight
         self._whole = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -71,7 +71,8 @@ class Masked(Layout):
         """[B, N]: None for all ones, bool for 0/1 without a gradient, else a float."""
         if self._whole and self._before is None:
             return None
-        return self.here if self.weight is None else self.weight * self.here
+        given = [w for w in (self.size, self._presence) if w is not None]
+        return self.here if not given else math.prod(given, start=self.here)
 
     def add(self, delta: Tensor) -> None:
         moved = self.rows + delta
@@ -90,7 +91,8 @@ class Masked(Layout):
         return (values.float() * here).sum(1) / here.sum(1).clamp_min(1.0)
 
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
-        weight = (self.here if self.weight is None else self.weight * self.here).float()
+        weight = self._key_weight()
+        weight = self.here if weight is None else weight
         out = attention.weighted(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), weight)[:, :, 0]
         return torch.where(self.here.any(-1)[:, None, None], out, empty)
 

@@ -49,19 +49,15 @@ class Packed(Layout):
         leaving = decision.leaving & self.live
         stay = self.live & ~leaving
         self._park(leaving, decision.zeroed)
-        if self.weight is not None:  # a Drop's own weight is 0 or 1: the same as being here or not
-            self.weight = self.weight.masked_fill(leaving, 0.0)
-        self._select(stay)
+        self._select(stay)  # a Drop's own weight is 0 or 1: the same as being here or not
         self.live = self.here = stay
 
     def _park(self, leaving: Tensor, zeroed: bool) -> None:
         """Remember the last value of tokens that leave and that the head will read."""
         if leaving[:, : self.read].any():
-            slot = self.cells % self.slots
-            index = (leaving.flatten()[self.cells] & (slot < self.read)).nonzero()[:, 0]
-            last = self.rows[index]
-            where = self.cells[index] // self.slots * self.read + slot[index]
-            parked = self._parked.flatten(0, 1).index_copy(0, where, torch.zeros_like(last) if zeroed else last)
+            index = leaving.flatten()[self.cells].nonzero()[:, 0]
+            last = torch.zeros_like(self.rows[index]) if zeroed else self.rows[index]
+            parked = self._put(self._parked.flatten(0, 1), last, self.cells[index])
             self._parked = parked.unflatten(0, (self.batch, self.read))
 
     def sit_out(self, decision: Skip) -> None:
@@ -93,7 +89,7 @@ class Packed(Layout):
         self.rows = torch.zeros_like(self.rows).index_add(0, target, moved)
         self._select(stay)
         self.live = self.here = stay
-        self.weight = decision.weight * stay
+        self.size = decision.weight
 
     def _buckets(self) -> Iterator[tuple[slice, int, int]]:
         """(rows, images, length) of each run of images of one length."""
@@ -105,7 +101,7 @@ class Packed(Layout):
             start += images * length
 
     def _row_weight(self) -> Tensor | None:
-        return None if self.weight is None else self.weight.flatten()[self.cells]
+        return None if self.size is None else self.size.flatten()[self.cells]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         weight, parts = self._row_weight(), []
@@ -155,14 +151,13 @@ class Packed(Layout):
         return self.grid(torch.cat(received) if received else q.new_zeros(0, dtype=torch.float32))
 
     def leading(self) -> Tensor:
-        wanted = self.live[:, : self.read]
-        now = self.grid(self.rows)[:, : self.read] if self.read == self.slots else self._first()
-        return torch.where(wanted[..., None], now, self._parked)
+        out = self._parked.flatten(0, 1)
+        if self._aside is not None:
+            out = self._put(out, self._aside[0], self._aside[1])
+        return self._put(out, self.rows, self.cells).unflatten(0, (self.batch, self.read))
 
-    def _first(self) -> Tensor:
-        """[B, read, D] the present rows of the first slots, without building the whole grid."""
-        slot = self.cells % self.slots
+    def _put(self, out: Tensor, rows: Tensor, cells: Tensor) -> Tensor:
+        """out [B * read, D] with those of the rows in it whose slots the head reads."""
+        slot = cells % self.slots
         index = (slot < self.read).nonzero()[:, 0]
-        out = self.rows.new_zeros(self.batch * self.read, self.rows.shape[1])
-        where = self.cells[index] // self.slots * self.read + slot[index]
-        return out.index_copy(0, where, self.rows[index]).unflatten(0, (self.batch, self.read))
+        return out.index_copy(0, cells[index] // self.slots * self.read + slot[index], rows[index].to(out.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backbone import Shape
@@ -20,7 +21,7 @@ class Replay(Policy):
     def __init__(self, settings: ReplaySettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         trace: Any = settings.trace
-        if isinstance(trace, str):
+        if isinstance(trace, (str, Path)) and str(trace):
             from ..trace_file import load_trace
 
             trace = load_trace(trace)

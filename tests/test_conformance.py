@@ -1,0 +1,102 @@
+"""Every policy, built in or registered, through the one conformance call; and that the call catches what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adaptivit
+from adaptivit.layouts import Layout, Masked
+from adaptivit.policies import _REGISTERED
+from adaptivit.settings import SETTINGS
+from adaptivit.testing import check_policy
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "static": ("static", {}),
+    "aht": ("aht", {"beta": -1.5, "gamma": 2.0}),
+    "aht, the plan acts": ("aht", {"beta": -1.0, "plan_weight": 0.7, "plan_range": "s..L+1"}),
+    "aht, straight-through": ("aht", {"beta": -1.5, "straight_through": True}),
+    "avit": ("avit", {"gate_scale": 1.0, "gate_center": 1.0}),
+    "avit, image ends with class": ("avit", {"gate_scale": 1.0, "gate_center": 0.0, "finish_with_class": True}),
+}
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Policies registered in a test are gone after it."""
+    known = set(SETTINGS)
+    yield
+    for name in set(SETTINGS) - known:
+        del SETTINGS[name], _REGISTERED[name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_built_in_policies_conform(case: str) -> None:
+    name, settings = CASES[case]
+    check_policy(name, **settings)
+
+
+class EveryThird(adaptivit.Policy):
+    """Drops every third patch after block 1, skips every second one in block 2."""
+
+    def before(self, view: Any, state: Any) -> adaptivit.Skip | None:
+        slot = torch.arange(view.present.shape[1]) - self.shape.prefix
+        odd = (slot >= 0) & (slot % 2 == 1)
+        return adaptivit.Skip(view.present & odd) if view.layer == 2 else None
+
+    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
+        slot = torch.arange(view.present.shape[1]) - self.shape.prefix
+        return adaptivit.Drop(view.present & (slot >= 0) & (slot % 3 == 0)) if view.layer == 1 else None
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_policy_of_ones_own_conforms() -> None:
+    adaptivit.register_policy("every_third")(EveryThird)
+    check_policy("every_third")
+
+
+class Remembers(EveryThird):
+    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
+        self.seen = view.layer
+        return super().after(view, state)
+
+
+class LooksAtOthers(adaptivit.Policy):
+    """Decides by the mean over the batch: an image alone gets another answer."""
+
+    def after(self, view: Any, state: Any) -> adaptivit.Drop:
+        value = view.element(0)
+        return adaptivit.Drop(view.present & (value < value.mean()))
+
+
+class SpendsInSecret(EveryThird):
+    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
+        torch.eye(8) @ torch.eye(8)
+        return super().after(view, state)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("policy", "message"), [(Remembers, "left something"), (LooksAtOthers, "alone"), (SpendsInSecret, "MACs")]
+)
+def test_what_does_not_conform_is_named(policy: type[adaptivit.Policy], message: str) -> None:
+    adaptivit.register_policy("odd")(policy)
+    with pytest.raises(AssertionError, match=message):
+        check_policy("odd")
+
+
+def test_a_leaking_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead key that still answers is just what the comparison exists for."""
+
+    def leak(self: Layout, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        from adaptivit.ops import attention
+
+        return attention.fused(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    monkeypatch.setattr(Masked, "attend", leak)
+    with pytest.raises(AssertionError, match="masked against packed"):
+        check_policy("avit", gate_scale=1.0, gate_center=1.0)

@@ -1,0 +1,292 @@
+"""Data: folders and .npz files; what is wrong with them is said in one line and nothing is written."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from adaptivit import data
+from adaptivit.cli import main
+from adaptivit.config import TrainConfig
+from adaptivit.data import Images
+from adaptivit.errors import DataError
+from adaptivit.preprocess import Preprocessing
+
+CLASSES = ("a", "b", "c")
+SMALL = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--epochs", 1, "--log-steps", 1)
+
+
+# -- what the proofs of training and of the commands share ----------------------------------------------------------
+def run(*words: Any) -> int:
+    """The command line in this process; returns the exit code."""
+    try:
+        main([str(w) for w in words])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def train(where: Path, out: Path, *more: Any) -> int:
+    return run("train", "--data", where, "--out", out, "--device", "cpu", *SMALL, *more)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """The command is refused with code 2 and one line on stderr; returns that line."""
+    capsys.readouterr()
+    code = run(*words)
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert said.startswith("adaptivit: "), said
+    assert said.count("\n") == 1, said
+    return said
+
+
+def pixels(count: int, size: int = 32, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def folder(root: Path, classes: tuple[str, ...] = CLASSES, each: int = 8, seed: int = 0, size: int = 32) -> Path:
+    """CLASS/NN.png, the classes told apart by their colour."""
+    for label, name in enumerate(classes):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for i, x in enumerate(pixels(each, size, seed * 1000 + label)):
+            x[..., label % 3] |= 192
+            Image.fromarray(x).save(root / name / f"{i:02}.png")
+    return root
+
+
+def split_folder(root: Path) -> Path:
+    folder(root / "train")
+    folder(root / "val", each=4, seed=1)
+    return root
+
+
+def npz(path: Path, **changes: Any) -> Path:
+    """As unpack_cifar100.py writes it; a change of None leaves an array out."""
+    labels = np.arange(24) % 3
+    arrays = {"train_x": pixels(24), "train_y": labels, "test_x": pixels(6, seed=1), "test_y": labels[:6]}
+    arrays |= {"classes": np.array(CLASSES)} | changes
+    np.savez(path, **{k: v for k, v in arrays.items() if v is not None})
+    return path
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+def test_a_folder_with_splits_is_read_as_it_is(tmp_path: Path) -> None:
+    split_folder(tmp_path)
+    folder(tmp_path / "test", each=2, seed=2)
+    train_set, val = data.for_training(tmp_path, 0.1, 0)
+    assert (len(train_set), len(val), train_set.classes) == (24, 12, CLASSES)
+    assert {Path(p).relative_to(tmp_path).parts[0] for p in train_set.items} == {"train"}
+    assert {Path(p).relative_to(tmp_path).parts[0] for p in val.items} == {"val"}
+    assert all(CLASSES[y] == Path(p).parent.name for p, y in zip(train_set.items, train_set.labels, strict=True))
+    assert [len(data.for_evaluation(tmp_path, s)) for s in ("auto", "test", "val", "train")] == [6, 6, 12, 24]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plain_folder_is_split_without_overlap(tmp_path: Path, seed: int) -> None:
+    folder(tmp_path)
+    train_set, val = data.for_training(tmp_path, 0.25, seed)
+    assert (len(train_set), len(val)) == (18, 6)
+    assert not set(train_set.items) & set(val.items)
+    again = data.for_training(tmp_path, 0.25, seed)[1]
+    assert again.items == val.items
+    other = data.for_training(tmp_path, 0.25, seed + 1)[1]
+    assert other.items != val.items
+
+
+def test_an_npz_as_unpack_cifar100_makes_it(tmp_path: Path) -> None:
+    path = npz(tmp_path / "x.npz")
+    train_set, val = data.for_training(path, 0.25, 0)
+    assert (len(train_set), len(val), train_set.classes) == (18, 6, CLASSES)
+    whole = pixels(24)
+    seen = [np.asarray(part.image(i)) for part in (train_set, val) for i in range(len(part))]
+    order = [int(np.abs(whole.astype(int) - x).sum((1, 2, 3)).argmin()) for x in seen]
+    assert sorted(order) == list(range(24)), "train and val are the training images, each once; no test image"
+    assert all(np.array_equal(whole[i], x) for i, x in zip(order, seen, strict=True))
+    test = data.for_evaluation(path, "auto")
+    assert np.array_equal(np.asarray(test.image(2)), pixels(6, seed=1)[2])
+
+
+def test_an_npz_with_grey_images_and_without_names(tmp_path: Path) -> None:
+    path = npz(tmp_path / "x.npz", train_x=pixels(24)[..., 0], classes=None, test_x=None, test_y=None)
+    found = data.splits(path)
+    assert list(found) == ["train"]
+    assert found["train"].classes == ("0", "1", "2")
+    assert found["train"].image(0).mode == "RGB"
+
+
+def test_spread_takes_images_evenly(tmp_path: Path) -> None:
+    labelled = data.for_evaluation(folder(tmp_path), "auto")
+    assert [labelled.items.index(p) for p in labelled.spread(6).items] == [0, 4, 8, 12, 16, 20]
+    assert labelled.spread(99) is labelled
+
+
+# -- what is wrong, by name -----------------------------------------------------------------------------------------
+def broken(kind: str, root: Path) -> tuple[Path, str]:
+    """A place with something wrong, and what the error must name."""
+    root.mkdir()
+    if kind == "missing":
+        return root / "nowhere", "nowhere"
+    if kind == "empty":
+        return root, str(root)
+    if kind == "flat":
+        Image.fromarray(pixels(1)[0]).save(root / "x.png")
+        return root, "class folders"
+    if kind == "class without images":
+        (folder(root) / "d").mkdir()
+        (root / "d" / "notes.txt").write_text("no picture")
+        return root, str(root / "d")
+    if kind == "not an image":
+        (folder(root) / "b" / "03.png").write_bytes(b"this is no picture")
+        return root, str(root / "b" / "03.png")
+    if kind == "truncated":
+        file = folder(root) / "b" / "03.png"
+        file.write_bytes(file.read_bytes()[:200])
+        return root, str(file)
+    if kind == "extension":
+        (root / "data.csv").write_text("1,2")
+        return root / "data.csv", "data.csv"
+    if kind == "splits differ":
+        folder(root / "train")
+        folder(root / "val", ("a", "b", "x"))
+        return root, "c, x"
+    if kind == "only a test split":
+        folder(root / "test")
+        return root, "no training images"
+    assert kind == "small"
+    return folder(root, each=2), "fewer than one batch of 8"
+
+
+FOLDERS = ("missing", "empty", "flat", "class without images", "not an image", "truncated", "extension")
+
+
+@pytest.mark.parametrize("kind", [*FOLDERS, "splits differ", "only a test split", "small"])
+def test_a_bad_folder_is_refused_before_anything_is_written(tmp_path: Path, capsys: Any, kind: str) -> None:
+    where, named = broken(kind, tmp_path / "in")
+    said = refused(capsys, "train", "--data", where, "--out", tmp_path / "out", *SMALL)
+    assert named in said
+    assert not (tmp_path / "out").exists()
+
+
+class Boom:
+    def __reduce__(self) -> Any:
+        return (print, ("this ran",))
+
+
+ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"train_x": pixels(24).astype(np.float32)}, "float32"),
+    "channels": ({"train_x": pixels(24).transpose(0, 3, 1, 2)}, "(24, 3, 32, 32)"),
+    "dimensions": ({"train_x": pixels(24)[:, 0, :, 0]}, "(24, 32)"),
+    "a number": ({"train_x": np.uint8(5)}, "train_x"),
+    "too few labels": ({"train_y": np.arange(3)}, "3 labels"),
+    "no labels": ({"train_y": None}, "0 labels"),
+    "negative label": ({"train_y": np.arange(24) - 1}, "train_y"),
+    "float labels": ({"train_y": np.arange(24) / 2}, "float64"),
+    "labels as columns": ({"train_y": np.zeros((24, 1), int)}, "(24, 1)"),
+    "no images": ({"train_x": pixels(0), "train_y": np.zeros(0, int)}, "0 images"),
+    "names too few": ({"classes": np.array(["a"])}, "1 names"),
+    "names no list": ({"classes": np.array("a")}, "classes"),
+    "pickle": ({"classes": np.array([Boom(), None], dtype=object)}, "plain arrays"),
+    "other keys": ({"train_x": None, "train_y": None, "test_x": None, "test_y": None, "z": np.ones(3)}, "train_x"),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_a_bad_npz_is_refused_before_anything_is_written(tmp_path: Path, capsys: Any, kind: str) -> None:
+    changes, named = ARRAYS[kind]
+    path = npz(tmp_path / "x.npz", **changes)
+    said = refused(capsys, "train", "--data", path, "--out", tmp_path / "out", *SMALL)
+    assert str(path) in said
+    assert named in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "npy", "cut", "bytes flipped"])
+def test_a_file_that_is_no_npz_is_refused(tmp_path: Path, capsys: Any, kind: str) -> None:
+    path = tmp_path / "x.npz"
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("no arrays here")
+    elif kind == "npy":
+        buffer = io.BytesIO()
+        np.save(buffer, pixels(2))
+        path.write_bytes(buffer.getvalue())
+    elif kind == "cut":
+        whole = npz(path).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    else:
+        np.savez_compressed(path, train_x=np.zeros((24, 32, 32, 3), np.uint8), train_y=np.arange(24) % 3)
+        with zipfile.ZipFile(path) as archive:
+            start = archive.infolist()[0].header_offset + 60
+        whole = bytearray(path.read_bytes())
+        whole[start : start + 20] = b"\xff" * 20
+        path.write_bytes(whole)
+    assert str(path) in refused(capsys, "train", "--data", path, "--out", tmp_path / "out", *SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_corrupt_images_are_left_out_when_allowed(tmp_path: Path) -> None:
+    where, _ = broken("not an image", tmp_path / "in")
+    assert train(where, tmp_path / "out", "--allow-corrupt", "--policy", "static", "--val-split", 0.3) == 0
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_an_unreadable_image_becomes_no_sample(tmp_path: Path) -> None:
+    where, named = broken("truncated", tmp_path / "in")
+    labelled = data.for_evaluation(where, "auto")
+    assert [labelled.name(i) for i in data.verify(labelled)] == [named]
+    batches = list(data.batches(Images(labelled, Preprocessing((32, 32)).evaluation()), data.in_order(24, 8)))
+    assert [len(b.labels) for b in batches] == [8, 7, 8]
+    assert [b.unreadable for b in batches] == [[], [11], []]
+
+
+def test_no_split_of_that_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no split 'val'"):
+        data.for_evaluation(folder(tmp_path), "val")
+
+
+# -- randomness -----------------------------------------------------------------------------------------------------
+def augmented(where: Path, seed: int, epoch: int, workers: int = 0, order: Any = None) -> dict[int, torch.Tensor]:
+    config = TrainConfig(data="", augment="rand", random_erasing=0.5)
+    images = Images(data.for_evaluation(where, "auto"), Preprocessing((32, 32)).training(config), seed)
+    images.epoch = epoch
+    found = data.batches(images, order or data.in_order(24, 8), workers)
+    return {int(i): x for b in found for i, x in zip(b.indices, b.images, strict=True)}
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone(tmp_path: Path) -> None:
+    folder(tmp_path)
+    torch.manual_seed(5)
+    first = augmented(tmp_path, 0, 3)
+    torch.manual_seed(6)
+    shuffled = augmented(tmp_path, 0, 3, order=[[23, 1], [0, 2, 5]])
+    assert all(torch.equal(x, first[i]) for i, x in shuffled.items())
+    for workers in (1, 2):
+        there = augmented(tmp_path, 0, 3, workers)
+        assert all(torch.equal(there[i], first[i]) for i in first)
+    for seed, epoch in ((1, 3), (0, 4)):
+        other = augmented(tmp_path, seed, epoch)
+        assert sum(not torch.equal(other[i], first[i]) for i in first) > 20
+
+
+def test_drawing_a_sample_leaves_the_generator_alone(tmp_path: Path) -> None:
+    folder(tmp_path)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    augmented(tmp_path, 0, 0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_mix_spreads() -> None:
+    seeds = {data.mix(s, e, i) for s in range(5) for e in range(5) for i in range(40)}
+    assert len(seeds) == 1000
+    assert all(0 <= s < 2**63 for s in seeds)
