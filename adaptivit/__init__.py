@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("objectives", "recipes", "settings", "testing"):
+        return importlib.import_module(f".{name}", __name__)
     if name == "register_policy":
         return importlib.import_module(".policies", __name__).register
     if name in _HOME:

@@ -26,10 +26,14 @@ from .model import AdaptiveViT
 
 
 def train(config: TrainConfig) -> None:
+    from accelerate import PartialState
+
     from .train import fit
 
     result = fit(config)
-    print(f"saved {Path(config.out) / 'model'}: top-1 {result.top1:.2f} % at {result.gmacs:.4f} GMACs on validation")
+    if PartialState().is_main_process:
+        place = Path(config.out) / "model"
+        print(f"saved {place}: top-1 {result.top1:.2f} % at {result.gmacs:.4f} GMACs on validation")
 
 
 def build(config: ModelConfig) -> AdaptiveViT:

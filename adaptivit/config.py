@@ -84,6 +84,8 @@ class TrainConfig:
     """Width of the planned depth's distribution."""
     mass: Literal["act", "hazard", "crossing"] = "act"
     """How P_actual is made of the scores."""
+    mass_tau: float = 0.1
+    """Width of the soft crossing of T, for --mass crossing."""
     kl: Literal["actual_target", "target_actual"] = "actual_target"
     """Direction of that KL."""
     detach: Literal["none", "target", "actual"] = "none"
@@ -91,7 +93,7 @@ class TrainConfig:
     prior: float = 0.0
     """Weight of A-ViT's distribution prior (alpha_d)."""
     prior_form: Literal["paper", "reference"] = "paper"
-    """Eq. 12, or as the public code computes it (needs policy setting reference_rows=true)."""
+    """Eq. 12, or as the public code computes it."""
     prior_depth: float = 9.0
     """Depth at the centre of the prior."""
     budget: float = 0.0
@@ -125,7 +127,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "log_steps"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("lr", "sigma", "distill_temperature"):
+        for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
             _positive(name, getattr(self, name))
         weights = ("ponder", "target_depth", "prior", "budget", "distill", "mixup", "cutmix")
         for name in ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", *weights, "workers", "checkpoint_steps"):

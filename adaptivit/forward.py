@@ -37,8 +37,8 @@ def forward(
     run = _Run(layout, CostModel(shape, x.shape[1]), read)
     state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
     for layer, block in enumerate(vit.blocks):
-        taps = Taps(policy.evidence(layer), policy.evidence_index)
         view = View(run, layer, vit, shape, {}, frozenset(ask))
+        taps = Taps(policy.evidence(layer, view.asked), policy.evidence_index)
 
         run.answer(layer, "before", policy.before(view, state))
         run.attended.append(layout.here)
@@ -52,7 +52,7 @@ def forward(
 
         layout.come_back()
         run.answer(layer, "after", policy.after(view, state))
-        run.count_evidence(taps)
+        run.count_evidence(taps.wanted, policy.evidence(layer, frozenset()))
     last = layout.leading()
     readout = last if run.shares is None else run.shares
     features, logits = backbone.head(vit, readout if shape.read == shape.tokens else readout[:, : shape.read])
@@ -97,10 +97,10 @@ class _Run:
     def spend(self, part: str, macs: Tensor) -> None:
         self.extra[part] = self.extra[part] + macs if part in self.extra else macs
 
-    def count_evidence(self, taps: Taps) -> None:
+    def count_evidence(self, wanted: frozenset[str], acting: frozenset[str]) -> None:
         present = self.attended[-1].sum(-1).double()
-        for name in sorted(taps.wanted):
-            self.spend("evidence", self.costs.evidence(name, present))
+        for name in sorted(wanted):
+            self.spend("evidence" if name in acting else "asked", self.costs.evidence(name, present))
 
     def parts(self, trace: Trace) -> dict[str, Tensor]:
         blocks = self.costs.blocks(trace.live.double(), trace.live_mlp.double())

@@ -50,7 +50,7 @@ ADAPTIVE = replace(
     lr=1e-3,
     distill=1.0,
     budget=10.0,
-    budget_share=0.5,
+    budget_share=0.4,
     target_depth=0.1,
 )
 

@@ -182,6 +182,10 @@ class Meter:
             "images_per_second": self.speed,
             "lr": trainer.optimizer.param_groups[0]["lr"],
         }
+        facts = output.trace.facts
+        if "plan" in facts:  # whether execution keeps to the plan
+            gap = (facts["halt"] - facts["plan"].detach())[facts["planned"]]
+            figures["plan_gap"] = float(gap.mean()) if len(gap) else 0.0
         self.run.log({"kind": "train", "step": step + 1, **figures})
         terms = " ".join(f"{name} {float(value):.3f}" for name, value in losses.terms.items())
         text = (

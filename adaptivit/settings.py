@@ -89,8 +89,6 @@ class AViTSettings:
     """End an image when its class token has halted: exact for the logits, cheaper; depths then stop there too."""
     tau: float = 0.25
     """Width of the soft step behind the budget loss's gradient."""
-    reference_rows: bool = False
-    """Also compute the scores of halted rows as the public code does, for the prior in its reference form."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.eps < 1, "eps", "0 <= eps < 1", self.eps)
@@ -194,9 +192,11 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 def describe(cls: type) -> list[tuple[str, Any, str]]:
     """(name, default, meaning) of every field: the string under a field is its meaning."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
     meanings: dict[str, str] = {}
+    try:
+        body: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, SyntaxError):  # a class without a source file
+        return [(f.name, f.default, "") for f in dataclasses.fields(cls)]
     for field_node, text_node in zip(body.body, body.body[1:], strict=False):
         if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
             value = text_node.value if isinstance(text_node, ast.Expr) else None

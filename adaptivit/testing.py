@@ -93,7 +93,7 @@ def _same_trace(first: Trace, second: Trace, what: str) -> None:
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float, what: str) -> None:
-    assert bool(a.isfinite().all()) and bool(b.isfinite().all()), f"{what} is not finite"
+    assert all(bool(t.isfinite().all()) for t in (a, b)), f"{what} is not finite"
     difference = float((a - b).abs().max() / a.abs().max().clamp_min(1.0))
     assert difference <= tolerance, f"{what} differs by {difference:.2g} (relative)"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from timm.data.mixup import Mixup
 
 from . import data, settings
@@ -41,11 +41,12 @@ from .run_directory import Meter, RunDirectory
 def objective(config: TrainConfig) -> Objective:
     """The loss that a configuration asks for."""
     target, actual = config.detach == "target", config.detach == "actual"
+    target_depth = TargetDepth(config.sigma, config.mass, config.kl, target, actual, config.mass_tau)
     return Objective(
         {
             "task": (1.0, CrossEntropy(config.label_smoothing)),
             "ponder": (config.ponder, Ponder(config.ponder_form)),
-            "target_depth": (config.target_depth, TargetDepth(config.sigma, config.mass, config.kl, target, actual)),
+            "target_depth": (config.target_depth, target_depth),
             "prior": (config.prior, DistributionPrior(config.prior_form, config.prior_depth)),
             "budget": (config.budget, Budget(config.budget_share)),
             "distill": (config.distill, Distillation(config.distill_temperature)),
@@ -98,7 +99,9 @@ class Trainer:
 
 def fit(config: TrainConfig, show: bool = True) -> Result:
     """Train as configured; returns the validation result of the model that was saved in OUT/model."""
-    accelerator = Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu")
+    # a policy may own parameters that no loss of this run reaches (planners without a plan loss)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu", kwargs_handlers=[unused])
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)

@@ -63,7 +63,7 @@ def test_gated_attention_and_wide_heads() -> None:
     for block in vit.blocks:
         block.attn = Attention(24, 3, attn_head_dim=6, gated=True, qkv_bias=True)
     randomise(vit)
-    check(adaptivit.create(vit, "avit", gate_center=1.0, reference_rows=True))
+    check(adaptivit.create(vit, "avit", gate_center=1.0), ask=("raw_scores",))
 
 
 @pytest.mark.parametrize(
@@ -75,23 +75,23 @@ def test_gated_attention_and_wide_heads() -> None:
         ("aht", {"beta": -0.5, "straight_through": True, "class_token": "mean_field"}, ()),
         ("aht", {"beta": 20.0, "plan_weight": 1.0, "class_token": "mean_field"}, ("plan",)),
         ("avit", {"gate_center": 3.0}, ()),
-        ("avit", {"gate_center": 3.0, "reference_rows": True}, ()),
-        ("avit", {"gate_center": -50.0, "reference_rows": True}, ()),
+        ("avit", {"gate_center": 3.0}, ("raw_scores",)),
+        ("avit", {"gate_center": -50.0}, ("raw_scores",)),
     ],
 )
 @pytest.mark.parametrize("kind", ["class", "average"])
 def test_policies(policy: str, given: dict[str, Any], ask: tuple[str, ...], kind: str) -> None:
     out = check(tiny(policy, kind, **given), ask=ask)
     assert (out.macs_blocks < out.costs.static).all(), "this test wants tokens that halt"
-    assert bool(out.parts["asked"].any()) == (ask == ("plan",) and given.get("plan_weight", 0) == 0)
+    assert bool(out.parts["asked"].any()) == (bool(ask) and given.get("plan_weight", 0) == 0)
     assert bool(out.parts["policy"].any()) == (given.get("plan_weight", 0) > 0)
-    assert bool(out.parts["evidence"].any()) == given.get("reference_rows", False)
+    assert not out.parts["evidence"].any()
 
 
 @pytest.mark.parametrize("kind", ["distilled", "registers", "map", "qk_norm"])
 def test_other_backbones(kind: str) -> None:
     check(tiny("aht", kind, beta=-0.5, plan_weight=0.5))
-    check(tiny("avit", kind, gate_center=3.0, reference_rows=True))
+    check(tiny("avit", kind, gate_center=3.0), ask=("raw_scores",))
 
 
 def test_finish_with_class_is_cheaper() -> None:
@@ -112,7 +112,7 @@ def test_random_answers(kinds: list[str], seed: int) -> None:
 class Curious(adaptivit.Policy):
     """Looks at everything that can be looked at, and asks the head after every block."""
 
-    def evidence(self, layer: int) -> frozenset[str]:
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({"received", "class_row", "keys", "ghost", "fc1", "gelu"})
 
     def after(self, view: Any, state: None) -> Decision | None:

@@ -39,12 +39,11 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "aht low threshold": ("aht", {"threshold": 0.5, "beta": -1.5, "gamma": 2.0, "stages": (2, 6)}),
     "aht high threshold": ("aht", {"threshold": 2.5, "gamma": 2.0, "beta": 0.0}),
     "avit": ("avit", {"gate_scale": 3.0, "gate_center": 2.0}),
-    "avit reference_rows": ("avit", {"gate_scale": 3.0, "gate_center": 2.0, "reference_rows": True}),
     "avit finish_with_class": ("avit", {"gate_scale": 3.0, "gate_center": 2.0, "finish_with_class": True}),
 }
 HALTING = [name for name in POLICIES if name != "static"]
 FIRST_LAYER = {  # everything that may halt does so in layer 1
-    "avit": ("avit", {"gate_center": -200.0, "reference_rows": True}),
+    "avit": ("avit", {"gate_center": -200.0}),
     "aht": ("aht", {"gamma": 0.0, "beta": 50.0}),
     "aht mean_field": ("aht", {"gamma": 0.0, "beta": 50.0, "class_token": "mean_field", "straight_through": True}),
     "aht acting plan": ("aht", {"beta": 50.0, "plan_weight": 0.1, "class_token": "mean_field"}),
@@ -85,7 +84,7 @@ def test_layouts_agree(name: str, kind: str) -> None:
             make(name, kind)
         return
     model = make(name, kind)
-    ask = ("plan", "tokens")
+    ask = ("plan", "raw_scores", "tokens")
     a, b = (model(pictures(5), layout=layout, ask=ask) for layout in LAYOUTS)
     assert_same_run(a, b, 2e-5)
     assert torch.equal(a.trace.depth, b.trace.depth)

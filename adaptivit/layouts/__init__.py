@@ -18,7 +18,7 @@ def choose(name: str, *, training: bool, device: torch.device) -> type[Layout]:
     """The layout of that name; `auto` is packed where its rows pay for moving them.
 
     Gradients of absent keys (straight-through halting) exist on `masked` alone, so training runs there. On a GPU
-    the packed layout of this version attends image by image, which costs more launches than it saves work.
+    the packed layout of this version attends length by length, which costs more launches than it saves work.
     """
     if name == "auto":
         name = "masked" if training or device.type != "cpu" else "packed"

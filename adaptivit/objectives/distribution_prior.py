@@ -5,8 +5,9 @@ Shapes: L layers 1..L, B images, N slots.
     paper      KL(H || target), H_l the mean score of the tokens in layer l, both normalised to sum to 1
     reference  the public code: H_l over all tokens, halted rows included, before the last layer's override; H / sum H
                clamped to [0.01, 0.99] without renormalising; sum target (log target - log H) / L with
-               target_l = g exp(-(l - depth)^2 / 2), scaled so that entries 1..depth sum to 0.98. Needs the policy
-               setting reference_rows=True. Its mean over images leaves the first one out (a slip); ours takes all.
+               target_l = g exp(-(l - depth)^2 / 2), scaled so that the entries before depth sum to 0.98. Needs the
+               fact raw_scores, which avit gives when asked. Its mean over images leaves the first one out (a slip);
+               ours takes all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _TINY = 1e-12
 class DistributionPrior:
     form: Literal["paper", "reference"] = "paper"
     depth: float = 9.0  # centre of the bell, in layers 1..L
-    needs: frozenset[str] = frozenset()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"raw_scores"}) if self.form == "reference" else frozenset()
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
         facts = output.trace.facts
@@ -43,7 +47,7 @@ class DistributionPrior:
         if "raw_scores" not in facts:
             raise UserError(
                 "The prior in its reference form needs the scores of halted rows: "
-                "create the model with policy='avit', reference_rows=True."
+                "use policy 'avit' and model(images, ask=objective.needs)."
             )
         raw = facts["raw_scores"]
         mean = raw.mean((1, 2))

@@ -87,7 +87,7 @@ class AHT(Policy):
             {str(s): Planner(shape.dim, 1 if settings.plan_range == "1..L" else s, high) for s in stages}
         )
 
-    def evidence(self, layer: int) -> frozenset[str]:
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         feature = self.settings.feature
         return frozenset() if feature == "residual" or layer == self.shape.layers - 1 else frozenset({feature})
 

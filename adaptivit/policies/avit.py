@@ -33,7 +33,10 @@ class State:
 
 
 class AViT(Policy):
-    """Facts: those of Halting, and with reference_rows: raw_scores [L, B, N], halted rows and last layer included."""
+    """Facts: those of Halting, and with ask=('raw_scores',): raw_scores [L, B, N], the scores before the last layer's
+    override and with those of halted rows, as the public code computes them (for the prior in its reference form)."""
+
+    offers = frozenset({"raw_scores"})
 
     def __init__(self, settings: AViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -43,8 +46,8 @@ class AViT(Policy):
             raise UserError("finish_with_class: the head of this backbone does not read a class token alone.")
         self.leaders = shape.read if settings.finish_with_class else 0
 
-    def evidence(self, layer: int) -> frozenset[str]:
-        return frozenset({"ghost"}) if self.settings.reference_rows else frozenset()
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        return frozenset({"ghost"}) if "raw_scores" in asked else frozenset()
 
     def start(self, view: View) -> State:
         return State(Halting(torch.ones_like(view.present), 1.0, self.settings.eps, self.settings.tau))
@@ -52,7 +55,7 @@ class AViT(Policy):
     def after(self, view: View, state: State) -> Decision:
         settings, halting = self.settings, state.halting
         score = self._score(view.element(settings.index))
-        if settings.reference_rows:
+        if "raw_scores" in view.asked:
             ghost = self._score(view.found["ghost"][:, settings.index].float())
             state.raw.append(torch.where(halting.going, score, ghost[:, None]))
         full, mass = halting.step(score, view.layer + 1, view.last, self.leaders)

@@ -28,8 +28,11 @@ class Policy(nn.Module):
         self.settings = settings
         self.shape = shape
 
-    def evidence(self, layer: int) -> frozenset[str]:
-        """Names (backbone.EVIDENCE) that this policy wants to see in this layer; nothing else is computed."""
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        """Names (backbone.EVIDENCE) that this policy wants to see in this layer; nothing else is computed.
+
+        `asked` are the facts that the caller wants; what is looked at for them alone is counted as `asked`.
+        """
         return frozenset()
 
     def start(self, view: View) -> Any:

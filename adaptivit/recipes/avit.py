@@ -35,7 +35,7 @@ def tiny() -> TrainConfig:
     adaptivit train --recipe avit-tiny --data IMAGENET --weights DEIT_T.safetensors
     Users' re-runs on ImageNet report 68.3 and 72.1 %. Not run by us.
     """
-    policy = "avit:gate_scale=10,gate_center=30,reference_rows=true"
+    policy = "avit:gate_scale=10,gate_center=30"
     return replace(_COMMON, policy=policy, prior=1e-3, prior_form="reference", lr=5e-4)
 
 
@@ -45,5 +45,5 @@ def small() -> TrainConfig:
     adaptivit train --recipe avit-small --data IMAGENET --weights DEIT_S.safetensors
     The paper reports 78.6 % at 3.6 GMACs (static 78.9 at 4.6). Not run by us.
     """
-    policy = "avit:gate_scale=10,gate_center=75,reference_rows=true"
+    policy = "avit:gate_scale=10,gate_center=75"
     return replace(tiny(), backbone="deit_small_patch16_224", policy=policy, lr=3e-4)

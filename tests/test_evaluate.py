@@ -1,0 +1,322 @@
+"""evaluate and predict: figures against literal recomputation, files as promised, timm's own answers on real images."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import shared
+from PIL import Image
+from test_cli import static
+from test_data import folder, npz, pixels, refused, run
+
+import adaptivit
+from adaptivit import commands, data
+from adaptivit.data import Images
+from adaptivit.evaluate import Result, evaluate, flipped_decisions, paired_difference
+
+TIMM = ["model", "top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation"]
+
+
+def model_of(policy: str = "static", classes: int = 9, **given: Any) -> adaptivit.AdaptiveViT:
+    """A model whose weights are wild enough for tokens to differ; its gate is calibrated on random images."""
+    torch.manual_seed(0)
+    model = adaptivit.create("test_vit", policy, img_size=32, num_classes=classes, **given)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn_like(p) * p[0].numel() ** -0.5)
+    model.policy.calibrate(model, torch.randn(16, 3, 32, 32))
+    return model
+
+
+def labelled(tmp_path: Path, classes: int = 9) -> data.Labelled:
+    return data.for_evaluation(folder(tmp_path / "in", tuple("abcdefghij"[:classes]), each=3), "auto")
+
+
+def measured(model: adaptivit.AdaptiveViT, images: Images, batch: int = 8, **given: Any) -> Result:
+    return evaluate(model, data.batches(images, data.in_order(len(images), batch)), **given)
+
+
+# -- the figures ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", ["masked", "packed"])
+def test_accuracy_cost_and_depth_against_one_image_at_a_time(tmp_path: Path, layout: str) -> None:
+    model = model_of("aht")
+    images = Images(labelled(tmp_path), model.preprocessing.evaluation())
+    result = measured(model, images, layout=layout)
+    top1, top5, macs, blocks, depth, live = [], [], [], [], [], []
+    with torch.no_grad():
+        for i in range(len(images)):
+            sample = images[i]
+            assert sample.image is not None
+            out = model(sample.image[None], layout="masked")
+            order = out.logits[0].argsort(descending=True).tolist()
+            top1.append(order[0] == sample.label)
+            top5.append(sample.label in order[:5])
+            macs.append(float(out.macs_deployed) / 1e9)
+            blocks.append(float(out.macs_blocks) / 1e9)
+            depth.append(float(out.trace.attended[:, 0, 1:].double().sum(0).mean()))
+            live.append(out.trace.attended[:, 0].sum(1).double().numpy())
+    assert (result.images, result.unreadable, result.layout) == (27, 0, layout)
+    assert result.correct == top1
+    assert result.indices == list(range(27))
+    assert result.top1 == pytest.approx(100 * np.mean(top1))
+    assert result.top5 == pytest.approx(100 * np.mean(top5))
+    assert 0 < result.top5 < 100
+    assert result.gmacs == pytest.approx(np.mean(macs))
+    assert result.gmacs_blocks == pytest.approx(np.mean(blocks))
+    assert result.mean_depth == pytest.approx(np.mean(depth))
+    assert result.live == pytest.approx(np.mean(live, 0).tolist())
+    assert result.saved == pytest.approx(1 - np.mean(macs) / result.gmacs_static)
+    assert 0 < result.saved < 1
+
+
+def test_plan_gap_and_correlation_against_numpy(tmp_path: Path) -> None:
+    model = model_of("aht")
+    images = Images(labelled(tmp_path), model.preprocessing.evaluation())
+    result = measured(model, images)
+    halts, plans = [], []
+    with torch.no_grad():
+        for batch in data.batches(images, data.in_order(len(images), 5)):
+            facts = model(batch.images, ask={"plan"}).trace.facts
+            for stage in range(len(facts["plan"])):
+                chosen = facts["planned"][stage]
+                halts += facts["halt"].expand(facts["planned"].shape)[stage][chosen].tolist()
+                plans += facts["plan"][stage][chosen].tolist()
+    assert np.std(halts) > 0
+    assert result.plan_gap == pytest.approx(np.mean(np.array(halts) - plans), rel=1e-5)
+    assert result.plan_correlation == pytest.approx(np.corrcoef(halts, plans)[0, 1], rel=1e-4)
+    assert measured(model_of("static"), images).plan_gap is None
+
+
+def result_of(correct: list[bool], indices: list[int] | None = None) -> Result:
+    n = len(correct)
+    return Result(n, 0, 0, 0, 1, 1, 1, 1, [], [], "", 1, correct=correct, indices=indices or list(range(n)))
+
+
+def test_paired_difference_by_hand() -> None:
+    """Five images, differences 100, 0, 0, 100, -100 points: mean 20, variance 7000, half width 1.96 sqrt(7000 / 5)."""
+    first = result_of([True, True, False, True, False])
+    second = result_of([False, True, False, False, True])
+    assert paired_difference(first, second) == pytest.approx((20.0, 1.96 * math.sqrt(7000 / 5), 5))
+    shuffled = result_of([True, False, False, True, False, True], [4, 3, 2, 1, 0, 77])
+    assert paired_difference(first, shuffled) == pytest.approx((20.0, 1.96 * math.sqrt(7000 / 5), 5))
+    assert paired_difference(first, first) == (0.0, 0.0, 5)
+    with pytest.raises(adaptivit.UserError, match="no image in common"):
+        paired_difference(first, result_of([True], [9]))
+
+
+def test_flipped_decisions_counts_depths_that_differ() -> None:
+    model, images = model_of("aht"), torch.randn(4, 3, 32, 32)
+    assert flipped_decisions(model, model, images) == 0.0
+    other = model_of("aht", threshold=0.4)
+    depths = [m(images).trace.depth for m in (model, other)]
+    expected = float((depths[0] != depths[1]).double().mean())
+    assert flipped_decisions(model, other, images) == pytest.approx(expected)
+    assert expected > 0
+
+
+# -- adaptivit evaluate ---------------------------------------------------------------------------------------------
+def test_the_command_writes_json_and_csv_with_timms_columns(tmp_path: Path, capsys: Any) -> None:
+    model = model_of("aht")
+    model.save_pretrained(tmp_path / "model")
+    images = Images(labelled(tmp_path), model.preprocessing.evaluation())
+    expected = measured(model, images)
+    start = ("evaluate", "--data", tmp_path / "in", "--checkpoint", tmp_path / "model", "--device", "cpu")
+    assert run(*start, "--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv") == 0
+    said = capsys.readouterr().out
+    assert f"{expected.top1:.2f} % / {expected.top5:.2f} %" in said
+    assert "mean N - N_target" in said
+    row = json.loads((tmp_path / "r.json").read_text())
+    assert row["top1"] == round(expected.top1, 4)
+    assert row["top1_err"] == round(100 - expected.top1, 4)
+    assert row["gmacs"] == pytest.approx(expected.gmacs)
+    assert row["param_count"] == round(sum(p.numel() for p in model.parameters()) / 1e6, 3)
+    assert (row["img_size"], row["crop_pct"]) == (32, model.preprocessing.crop_pct)
+    with (tmp_path / "r.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 1
+    assert set(TIMM) <= table[0].keys()
+    assert table[0]["model"] == str(tmp_path / "model")
+    assert float(table[0]["top1"]) == row["top1"]
+
+
+def test_the_csv_grows_by_rows_and_columns(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    commands.append_csv(path, {"model": "a, b", "top1": 1.5, "live": [1.0, 2.25]})
+    commands.append_csv(path, {"model": "c", "top1": 2, "new": "x"})
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0] == {"model": "a, b", "top1": "1.5", "live": "1.00 2.25", "new": ""}
+    assert rows[1] == {"model": "c", "top1": "2", "live": "", "new": "x"}
+
+
+def test_compare_to_prints_the_paired_difference(tmp_path: Path, capsys: Any) -> None:
+    first, second = model_of("aht"), model_of("static")
+    first.save_pretrained(tmp_path / "one")
+    static(tmp_path / "two", 9)
+    second = adaptivit.load(tmp_path / "two")
+    images = Images(labelled(tmp_path), first.preprocessing.evaluation())
+    difference, half, n = paired_difference(measured(first, images), measured(second, images))
+    start = ("evaluate", "--data", tmp_path / "in", "--checkpoint", tmp_path / "one", "--json", tmp_path / "r.json")
+    assert run(*start, "--compare-to", tmp_path / "two") == 0
+    assert f"{difference:+.2f} ± {half:.2f} points (paired, 95 %, {n} images)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r.json").read_text())["difference_ci95"] == pytest.approx(half)
+
+
+def test_an_unreadable_image_is_left_out_and_counted(tmp_path: Path, capsys: Any) -> None:
+    where = folder(tmp_path / "in", each=2)
+    (where / "b" / "01.png").write_bytes(b"no picture")
+    start = ("evaluate", "--data", where, "--checkpoint", static(tmp_path / "model"))
+    assert run(*start, "--json", tmp_path / "r.json") == 0
+    assert "1 images could not be read" in capsys.readouterr().out
+    row = json.loads((tmp_path / "r.json").read_text())
+    assert (row["images"], row["unreadable"]) == (5, 1)
+    for file in where.rglob("*.png"):
+        file.write_bytes(b"no picture")
+    assert run(*start) == 2
+    assert "No image could be read (6 unreadable)" in capsys.readouterr().err
+
+
+def test_limit_split_layout_precision_and_npz(tmp_path: Path, capsys: Any) -> None:
+    path = npz(tmp_path / "x.npz")
+    model_of("aht", 3).save_pretrained(tmp_path / "model")
+    start = ("evaluate", "--data", path, "--checkpoint", tmp_path / "model", "--json", tmp_path / "r.json")
+    for more, count in (((), 6), (("--limit", 4), 4), (("--split", "train", "--workers", 1), 24)):
+        assert run(*start, *more) == 0
+        assert json.loads((tmp_path / "r.json").read_text())["images"] == count
+    assert run(*start, "--precision", "bf16", "--layout", "masked") == 0
+    row = json.loads((tmp_path / "r.json").read_text())
+    assert (row["precision"], row["layout"]) == ("bf16", "masked")
+    assert 0 <= row["flipped_decisions"] < 0.5
+    capsys.readouterr()
+    assert "no split 'val'" in refused(capsys, *start, "--split", "val")
+
+
+def test_classes_are_matched_by_name_or_refused(tmp_path: Path, capsys: Any) -> None:
+    """A folder with some of the model's classes must not be scored against other ones."""
+    model = model_of("static", 3)
+    model.class_names = ["a", "b", "c"]
+    model.save_pretrained(tmp_path / "model")
+    whole = folder(tmp_path / "in", each=4)
+    transform = model.preprocessing.evaluation()
+    correct = dict(zip((p.name for p in (whole / "c").iterdir()), [0] * 4, strict=True))
+    with torch.no_grad():
+        for name in correct:
+            with Image.open(whole / "c" / name) as file:
+                correct[name] = int(model(transform(file.convert("RGB"))[None]).logits.argmax()) == 2
+    part = folder(tmp_path / "part" / "in", ("c",), each=1).parent / "only"
+    (part / "c").mkdir(parents=True)
+    for file in (whole / "c").iterdir():
+        (part / "c" / file.name).write_bytes(file.read_bytes())
+    code = run("evaluate", "--data", part, "--checkpoint", tmp_path / "model", "--json", tmp_path / "r.json")
+    if code == 0:
+        assert json.loads((tmp_path / "r.json").read_text())["top1"] == 100 * sum(correct.values()) / 4
+    else:
+        assert code == 2
+        assert "class" in capsys.readouterr().err
+
+
+# -- real weights on real images ------------------------------------------------------------------------------------
+def timm_answers(images: Images) -> list[int]:
+    vit = timm.create_model("deit_tiny_patch16_224")
+    from safetensors.torch import load_file
+
+    weights = load_file(shared("weights/deit_tiny_patch16_224.safetensors"))
+    vit.load_state_dict({k: v.float() for k, v in weights.items()})
+    vit.eval()
+    transform = timm.data.create_transform(
+        input_size=(3, 224, 224),
+        crop_pct=1.0,
+        interpolation="bicubic",
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )
+    with torch.no_grad():
+        stack = torch.stack([transform(images.labelled.image(i)) for i in range(len(images))])
+        return [int(y) for x in stack.split(20) for y in vit(x).argmax(1)]
+
+
+def deit(limit: int) -> tuple[adaptivit.AdaptiveViT, Images]:
+    where = shared("data/imagenet/eval")
+    weights = shared("weights/deit_tiny_patch16_224.safetensors")
+    model = adaptivit.create("deit_tiny_patch16_224", "static", weights=weights)
+    return model, Images(data.for_evaluation(where, "auto").spread(limit), model.preprocessing.evaluation())
+
+
+def test_static_deit_answers_as_timm_does_image_for_image() -> None:
+    model, images = deit(60)
+    expected = timm_answers(images)
+    labels = [int(y) for y in images.labelled.labels]
+    assert len(set(labels)) == 60
+    result = measured(model, images, 20)
+    assert result.correct == [a == b for a, b in zip(expected, labels, strict=True)]
+    assert 50 < result.top1 < 90
+    with torch.no_grad():
+        ours = [int(model(images[i].image[None]).logits.argmax()) for i in range(0, 60, 6)]  # type: ignore[index]
+    assert ours == expected[::6]
+
+
+@pytest.mark.skipif(os.environ.get("ADAPTIVIT_FULL") != "1", reason="2,000 images take minutes: ADAPTIVIT_FULL=1")
+def test_static_deit_on_all_images() -> None:
+    model, images = deit(2000)
+    result = measured(model, images, 50)
+    assert (result.images, result.unreadable) == (2000, 0)
+    assert result.top1 == pytest.approx(70.90, abs=1e-6)
+
+
+# -- adaptivit predict ----------------------------------------------------------------------------------------------
+def test_predict_prints_what_the_model_says(tmp_path: Path, capsys: Any) -> None:
+    model = model_of("aht", 3)
+    model.class_names = ["ant", "bee", "cat"]
+    model.save_pretrained(tmp_path / "model")
+    where = folder(tmp_path / "in", each=2, size=40)
+    (where / "notes.txt").write_text("not a picture")
+    start = ("predict", where, "--checkpoint", tmp_path / "model", "--batch-size", 4)
+    assert run(*start, "--format", "jsonl") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [f["image"] for f in found] == [str(p) for p in sorted(where.rglob("*.png"))]
+    transform = model.preprocessing.evaluation()
+    for record in found:
+        with Image.open(record["image"]) as file, torch.no_grad():
+            out = model(transform(file.convert("RGB"))[None])
+        order = out.logits[0].softmax(0).sort(descending=True)
+        assert record["classes"] == [model.class_names[i] for i in order.indices]
+        assert record["probabilities"] == pytest.approx(order.values.tolist(), rel=1e-4)
+        assert record["gmacs"] == pytest.approx(float(out.macs_deployed) / 1e9)
+        assert record["mean_depth"] == pytest.approx(float(out.trace.mean_depth))
+    assert run(*start) == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in model.class_names)
+    assert run(*start, "--format", "csv", "--top-k", 1, "--out", tmp_path / "p.csv") == 0
+    assert capsys.readouterr().out == ""
+    with (tmp_path / "p.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["image"], r["class_1"]) for r in rows] == [(f["image"], f["classes"][0]) for f in found]
+    assert "class_2" not in rows[0]
+    (tmp_path / "names.txt").write_text("x\ny\nz\n")
+    assert run(*start, "--format", "jsonl", "--top-k", 99, "--class-names", tmp_path / "names.txt") == 0
+    assert set(json.loads(capsys.readouterr().out.splitlines()[0])["classes"]) == {"x", "y", "z"}
+
+
+def test_predict_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
+    model = ("--checkpoint", static(tmp_path / "model"))
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    Image.fromarray(pixels(1)[0]).save(good)
+    bad.write_bytes(good.read_bytes()[:300])
+    (tmp_path / "empty").mkdir()
+    assert str(tmp_path / "none.png") in refused(capsys, "predict", good, tmp_path / "none.png", *model)
+    assert str(bad) in refused(capsys, "predict", good, bad, *model)
+    assert "has no images" in refused(capsys, "predict", tmp_path / "empty", *model)
+    assert "none.txt" in refused(capsys, "predict", good, *model, "--class-names", tmp_path / "none.txt")
+    out = tmp_path / "p.csv"
+    refused(capsys, "predict", bad, *model, "--format", "csv", "--out", out)
+    assert not out.exists()

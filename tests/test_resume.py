@@ -1,0 +1,266 @@
+"""A run that was interrupted, at whatever moment, ends in the same weights as one that was not: bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_data import SMALL, refused, split_folder, train
+
+import adaptivit
+from adaptivit.train import Trainer
+
+# Everything random and everything with a state of its own.
+HARD = ("--policy", "aht:straight_through=true", "--target-depth", 0.5, "--ponder", 0.01, "--ema", 0.9)
+HARD += ("--drop-path", 0.3, "--augment", "rand", "--random-erasing", 0.5, "--epochs", 3, "--lr", 1e-3)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model" / "model.safetensors")
+
+
+def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    differ = [k for k in a if not torch.equal(a[k], b[k])]
+    assert not differ, f"other weights: {differ}"
+
+
+def log(out: Path) -> list[dict[str, Any]]:
+    path = out / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def assert_clean_log(out: Path, steps: int = 9, epochs: int = 3) -> None:
+    assert [r["step"] for r in log(out) if r["kind"] == "train"] == list(range(1, steps + 1))
+    assert [r["epoch"] for r in log(out) if r["kind"] == "validation"] == list(range(1, epochs + 1))
+
+
+def child(work: Callable[[], int], until: Callable[[], bool] | None = None) -> int:
+    """Run `work` in a process of its own and kill it when `until` is true; returns minus the signal, or its code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            code = work()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60
+    done, status = 0, 0
+    while not done:
+        if (until is not None and until()) or time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0)
+        else:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.002)
+    assert time.monotonic() < deadline, "the child hung"
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The data, and the weights of the run that nothing interrupted."""
+    root = tmp_path_factory.mktemp("whole")
+    assert train(split_folder(root / "in"), root / "out", *HARD) == 0
+    assert_clean_log(root / "out")
+    return root / "in", weights(root / "out")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps slow enough to be killed between them."""
+    step = Trainer.step
+
+    def slower(self: Trainer, *arguments: Any) -> Any:
+        time.sleep(0.04)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "step", slower)
+
+
+def test_the_same_run_twice_is_the_same(whole: Any, tmp_path: Path) -> None:
+    torch.manual_seed(123)
+    assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 1, "--workers", 1) == 0
+    assert_same_weights(weights(tmp_path), whole[1])
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("every", "at"), [(2, 5), (0, 5), (0, 1)])
+def test_killed_and_resumed_is_bit_for_bit_the_same(whole: Any, tmp_path: Path, every: int, at: int) -> None:
+    """A checkpoint every so many steps (0: epochs of 3 steps alone), killed when this step has been logged."""
+    words = (*HARD, "--checkpoint-steps", every)
+    code = child(
+        lambda: train(whole[0], tmp_path, *words),
+        lambda: any(r["step"] >= at for r in log(tmp_path)),
+    )
+    assert code == -signal.SIGKILL
+    assert not (tmp_path / "model").exists()
+    assert at <= max(r["step"] for r in log(tmp_path)) < 9, "it was killed in the middle"
+    assert train(whole[0], tmp_path, *words, "--resume") == 0
+    assert_same_weights(weights(tmp_path), whole[1])
+    assert_clean_log(tmp_path)
+
+
+@pytest.mark.parametrize("moment", [1, 3, 6, 7, 12])
+def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, moment: int) -> None:
+    """Killed just before the nth move of the run: 0 is the configuration, 1 to 3 are the first checkpoint, 4 to 7
+    the second, whose last two moves put the old one aside and the new one in its place, 12 is the final model."""
+    replace, count = os.replace, -1
+
+    def deadly(source: Any, target: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    def work() -> int:
+        os.replace = deadly
+        return train(whole[0], tmp_path, *HARD)
+
+    assert child(work) == -signal.SIGKILL
+    assert train(whole[0], tmp_path, *HARD, "--resume") == 0
+    assert_same_weights(weights(tmp_path), whole[1])
+    assert_clean_log(tmp_path)
+    if moment > 3:  # the first checkpoint had been finished
+        assert "resumed after step" in capsys.readouterr().err, "a finished checkpoint was lost"
+    leftovers = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert len(leftovers) <= 2, f"remains of the killed run: {leftovers}"
+
+
+def test_resuming_a_finished_run_changes_nothing(whole: Any, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(whole[0].parent / "out", tmp_path / "out")
+    assert train(whole[0], tmp_path / "out", *HARD, "--resume") == 0
+    assert "saved" in capsys.readouterr().out
+    assert_same_weights(weights(tmp_path / "out"), whole[1])
+    assert_clean_log(tmp_path / "out")
+
+
+def test_a_cut_line_of_the_log_is_dropped(whole: Any, tmp_path: Path) -> None:
+    shutil.copytree(whole[0].parent / "out", tmp_path / "out")
+    with (tmp_path / "out" / "log.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 10, "lo')
+    assert train(whole[0], tmp_path / "out", *HARD, "--resume") == 0
+    assert_clean_log(tmp_path / "out")
+
+
+# -- what cannot be resumed -----------------------------------------------------------------------------------------
+def words(whole: Any, out: Path, *more: Any) -> tuple[Any, ...]:
+    return ("train", "--data", whole[0], "--out", out, "--device", "cpu", *SMALL, *HARD, *more)
+
+
+def test_another_configuration_is_refused_with_what_differs(whole: Any, capsys: Any) -> None:
+    out = whole[0].parent / "out"
+    said = refused(capsys, *words(whole, out, "--resume", "--lr", 0.5, "--ema", 0.5))
+    assert "lr (was 0.001, now 0.5)" in said
+    assert "ema (was 0.9, now 0.5)" in said
+    assert "drop_path" not in said
+    refused(capsys, *words(whole, out, "--resume", "--policy", "static"))
+    assert_same_weights(weights(out), whole[1])
+
+
+def test_resume_without_a_run_and_a_run_without_resume(whole: Any, tmp_path: Path, capsys: Any) -> None:
+    assert "there is no run" in refused(capsys, *words(whole, tmp_path / "none", "--resume"))
+    assert not (tmp_path / "none").exists()
+    assert "pass --resume" in refused(capsys, *words(whole, whole[0].parent / "out"))
+    assert_same_weights(weights(whole[0].parent / "out"), whole[1])
+
+
+@pytest.mark.parametrize("content", ["cut", "text", "empty", "other"])
+@pytest.mark.parametrize("name", ["training.pt", "model.safetensors"])
+def test_a_damaged_checkpoint_is_named(whole: Any, tmp_path: Path, capsys: Any, name: str, content: str) -> None:
+    shutil.copytree(whole[0].parent / "out", tmp_path / "out")
+    file = tmp_path / "out" / "checkpoint" / name
+    if content == "other" and name == "training.pt":
+        state = torch.load(file, weights_only=True)
+        torch.save({"optimizer": state["optimizer"]}, file)
+    elif content == "other":
+        shutil.copy(tmp_path / "out" / "config.json", file)
+    else:
+        file.write_bytes({"cut": file.read_bytes()[:1000], "text": b"hello", "empty": b""}[content])
+    assert str(file) in refused(capsys, *words(whole, tmp_path / "out", "--resume"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"config": 3}', "\xff"])
+def test_a_damaged_configuration_is_named(whole: Any, tmp_path: Path, capsys: Any, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    assert "config.json is damaged" in refused(capsys, *words(whole, tmp_path, "--resume"))
+
+
+def test_a_disk_that_fills_up_keeps_the_old_checkpoint(whole: Any, tmp_path: Path, capsys: Any) -> None:
+    """The last move of a checkpoint fails: the one before is still in its place, as the message says."""
+    replace = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if Path(target).name == "checkpoint" and (tmp_path / "log.jsonl").read_text().count("validation") > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert train(whole[0], tmp_path, *HARD) == 2
+    assert "No space left" in capsys.readouterr().err.splitlines()[-1]
+    assert torch.load(tmp_path / "checkpoint" / "training.pt", weights_only=True)["step"] == 3
+    assert train(whole[0], tmp_path, *HARD, "--resume") == 0
+    assert_same_weights(weights(tmp_path), whole[1])
+
+
+# -- a loss that is not finite --------------------------------------------------------------------------------------
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any, tmp_path: Path, capsys: Any) -> None:
+    from adaptivit.objectives import CrossEntropy
+
+    call, count = CrossEntropy.__call__, 0
+
+    def spoilt(self: Any, *arguments: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return call(self, *arguments) * (float("nan") if count == 6 else 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CrossEntropy, "__call__", spoilt)
+        assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 2) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "'task' became nan at step" in said
+    assert [r["step"] for r in log(tmp_path) if r["kind"] == "train"] == [1, 2, 3, 4, 5]
+    assert torch.load(tmp_path / "checkpoint" / "training.pt", weights_only=True)["step"] == 4
+    assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 2, "--resume") == 0
+    assert_same_weights(weights(tmp_path), whole[1])
+    assert adaptivit.load(tmp_path / "model").class_names == ["a", "b", "c"]
+
+
+def test_the_step_in_the_message_is_the_step_in_the_log(whole: Any, tmp_path: Path, capsys: Any) -> None:
+    assert train(whole[0], tmp_path, "--policy", "static", "--lr", 1e30, "--clip-grad", 0, "--warmup-epochs", 0) == 2
+    last = max(r["step"] for r in log(tmp_path))
+    assert f"at step {last + 1}." in capsys.readouterr().err
+
+
+def test_a_checkpoint_never_holds_weights_that_are_not_finite(whole: Any, tmp_path: Path) -> None:
+    """A finite loss can have a gradient that is not: the step spoils the weights, the next loss shows it."""
+    from adaptivit.objectives import CrossEntropy
+
+    call = CrossEntropy.__call__
+
+    def spoilt(self: Any, *arguments: Any) -> torch.Tensor:
+        loss = call(self, *arguments)
+        return loss + (0 * loss).sqrt()  # the slope of a root at 0 is infinite
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CrossEntropy, "__call__", spoilt)
+        assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 1) == 2
+    if (tmp_path / "checkpoint").exists():
+        stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
+        assert all(v.isfinite().all() for v in stored.values())
