@@ -39,8 +39,7 @@ class AdaptiveViT(nn.Module):
         the last value of every token.
         """
         self._check(images)
-        training = self.training or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
-        chosen = layouts.choose(layout, training=training, device=images.device)
+        chosen = layouts.choose(layout, training=self.training, device=images.device)
         return forward(self.vit, self.shape, self.policy, chosen, images, ask)
 
     def _check(self, images: Tensor) -> None:

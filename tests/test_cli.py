@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import pickle
 import re
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_data import SMALL, folder, refused, run, split_folder
+from test_data import SMALL, folder, refused, run
 
 import adaptivit
 from adaptivit.cli import _COMMANDS
@@ -274,28 +273,3 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     ):
         assert "no GPU" in refused(capsys, *words, "--device", "cuda")
     assert not (tmp_path / "out").exists()
-
-
-# -- a full disk ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, capsys: Any, monkeypatch: Any, call: str) -> None:
-    where, model = split_folder(tmp_path / "in"), static(tmp_path / "model")
-    csv = tmp_path / "r.csv"
-    csv.write_text("model,top1\nold,1\n")
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, full)
-        for words in (
-            ("train", "--data", where, "--out", tmp_path / "out", *SMALL),
-            ("predict", where / "val", "--checkpoint", model, "--format", "csv", "--out", tmp_path / "p.csv"),
-        ):
-            assert "No space left" in refused(capsys, *words)
-        for flag, path in (("--json", tmp_path / "r.json"), ("--csv", csv)):
-            assert run("evaluate", "--data", where, "--checkpoint", model, flag, path) == 2
-            assert "No space left" in capsys.readouterr().err
-    assert csv.read_text() == "model,top1\nold,1\n"
-    assert {p.name for p in tmp_path.iterdir()} <= {"in", "model", "r.csv", "out"}
-    assert not list((tmp_path / "out").glob("*")), "an output that failed is not there at all"

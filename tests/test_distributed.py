@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,9 @@ def assert_close_weights(a: Path, b: Path, tolerance: float = 1e-5) -> None:
     first, second = weights(a), weights(b)
     assert first.keys() == second.keys()
     for name in first:
+        if name.endswith("qkv.bias"):  # a key's bias has no gradient but rounding, which AdamW blows up: not compared
+            for state in (first, second):
+                state[name] = state[name].unflatten(0, (3, -1))[[0, 2]]
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance, msg=f"other weights: {name}")
 
 
@@ -33,11 +37,35 @@ def environment() -> dict[str, str]:
     return {"PYTHONPYCACHEPREFIX": str(cache)} | kept | {"OMP_NUM_THREADS": "1"}
 
 
-def pair(where: Path, out: Path, *more: Any) -> None:
-    """Two forks of this process as torchrun would start them: the imports are already there."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def torchrun(*words: Any) -> tuple[int, str, str]:
+    """torchrun with two processes; all of them end with this call. Returns its code and what it said."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    run = subprocess.Popen(
+        [str(w) for w in (*start, "-m", "adaptivit", *words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    try:
+        said, wrong = run.communicate(timeout=120)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+    return run.returncode, said, wrong
+
+
+def pair(where: Path, out: Path, *more: Any) -> None:
+    """Two forks of this process as torchrun would start them: the imports are already there."""
+    port = free_port()
     pids = []
     for rank in range(2):
         pid = os.fork()
@@ -51,7 +79,7 @@ def pair(where: Path, out: Path, *more: Any) -> None:
                 AcceleratorState._reset_state(reset_partial_state=True)
                 PartialState._reset_state()
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
                 code = train(where, out, *more)
             except BaseException:
                 import traceback
@@ -69,19 +97,10 @@ def test_torchrun_ends_in_the_weights_of_one_process(tmp_path: Path) -> None:
     where = split_folder(tmp_path / "in")
     more = (*PLAIN, "--policy", "static")
     assert train(where, tmp_path / "one", *more) == 0
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "adaptivit", "train"]
-    words += ["--data", where, "--out", tmp_path / "two", "--device", "cpu", *SMALL, *more]
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("saved") == 1, "one process speaks"
+    words = ("--data", where, "--out", tmp_path / "two", "--device", "cpu", *SMALL, *more)
+    code, said, wrong = torchrun("train", *words)
+    assert code == 0, wrong[-3000:]
+    assert said.count("saved") == 1, "one process speaks"
     assert_close_weights(tmp_path / "one", tmp_path / "two")
     assert [r["step"] for r in log(tmp_path / "two") if r["kind"] == "train"] == [1, 2, 3]
 

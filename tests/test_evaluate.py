@@ -1,8 +1,9 @@
-"""evaluate and predict: figures against literal recomputation, files as promised, timm's own answers on real images."""
+"""evaluate: figures against literal recomputation, files whole or not there, timm's own answers on real images."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import torch
 from conftest import shared
 from PIL import Image
 from test_cli import static
-from test_data import folder, npz, pixels, refused, run
+from test_data import SMALL, folder, npz, refused, run, split_folder
 
 import adaptivit
 from adaptivit import commands, data
@@ -206,20 +207,15 @@ def test_classes_are_matched_by_name_or_refused(tmp_path: Path, capsys: Any) -> 
     model = model_of("static", 3)
     model.class_names = ["a", "b", "c"]
     model.save_pretrained(tmp_path / "model")
-    whole = folder(tmp_path / "in", each=4)
-    transform = model.preprocessing.evaluation()
-    correct = dict(zip((p.name for p in (whole / "c").iterdir()), [0] * 4, strict=True))
+    only = folder(tmp_path / "in", ("c",), each=4)
+    transform, right = model.preprocessing.evaluation(), 0
     with torch.no_grad():
-        for name in correct:
-            with Image.open(whole / "c" / name) as file:
-                correct[name] = int(model(transform(file.convert("RGB"))[None]).logits.argmax()) == 2
-    part = folder(tmp_path / "part" / "in", ("c",), each=1).parent / "only"
-    (part / "c").mkdir(parents=True)
-    for file in (whole / "c").iterdir():
-        (part / "c" / file.name).write_bytes(file.read_bytes())
-    code = run("evaluate", "--data", part, "--checkpoint", tmp_path / "model", "--json", tmp_path / "r.json")
+        for path in (only / "c").iterdir():
+            with Image.open(path) as file:
+                right += int(model(transform(file.convert("RGB"))[None]).logits.argmax()) == 2
+    code = run("evaluate", "--data", only, "--checkpoint", tmp_path / "model", "--json", tmp_path / "r.json")
     if code == 0:
-        assert json.loads((tmp_path / "r.json").read_text())["top1"] == 100 * sum(correct.values()) / 4
+        assert json.loads((tmp_path / "r.json").read_text())["top1"] == 100 * right / 4
     else:
         assert code == 2
         assert "class" in capsys.readouterr().err
@@ -273,50 +269,26 @@ def test_static_deit_on_all_images() -> None:
     assert result.top1 == pytest.approx(70.90, abs=1e-6)
 
 
-# -- adaptivit predict ----------------------------------------------------------------------------------------------
-def test_predict_prints_what_the_model_says(tmp_path: Path, capsys: Any) -> None:
-    model = model_of("aht", 3)
-    model.class_names = ["ant", "bee", "cat"]
-    model.save_pretrained(tmp_path / "model")
-    where = folder(tmp_path / "in", each=2, size=40)
-    (where / "notes.txt").write_text("not a picture")
-    start = ("predict", where, "--checkpoint", tmp_path / "model", "--batch-size", 4)
-    assert run(*start, "--format", "jsonl") == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [f["image"] for f in found] == [str(p) for p in sorted(where.rglob("*.png"))]
-    transform = model.preprocessing.evaluation()
-    for record in found:
-        with Image.open(record["image"]) as file, torch.no_grad():
-            out = model(transform(file.convert("RGB"))[None])
-        order = out.logits[0].softmax(0).sort(descending=True)
-        assert record["classes"] == [model.class_names[i] for i in order.indices]
-        assert record["probabilities"] == pytest.approx(order.values.tolist(), rel=1e-4)
-        assert record["gmacs"] == pytest.approx(float(out.macs_deployed) / 1e9)
-        assert record["mean_depth"] == pytest.approx(float(out.trace.mean_depth))
-    assert run(*start) == 0
-    table = capsys.readouterr().out
-    assert all(name in table for name in model.class_names)
-    assert run(*start, "--format", "csv", "--top-k", 1, "--out", tmp_path / "p.csv") == 0
-    assert capsys.readouterr().out == ""
-    with (tmp_path / "p.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(r["image"], r["class_1"]) for r in rows] == [(f["image"], f["classes"][0]) for f in found]
-    assert "class_2" not in rows[0]
-    (tmp_path / "names.txt").write_text("x\ny\nz\n")
-    assert run(*start, "--format", "jsonl", "--top-k", 99, "--class-names", tmp_path / "names.txt") == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[0])["classes"]) == {"x", "y", "z"}
+# -- a full disk ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, capsys: Any, monkeypatch: Any, call: str) -> None:
+    where, model = split_folder(tmp_path / "in"), static(tmp_path / "model")
+    csv = tmp_path / "r.csv"
+    csv.write_text("model,top1\nold,1\n")
 
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-def test_predict_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
-    model = ("--checkpoint", static(tmp_path / "model"))
-    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
-    Image.fromarray(pixels(1)[0]).save(good)
-    bad.write_bytes(good.read_bytes()[:300])
-    (tmp_path / "empty").mkdir()
-    assert str(tmp_path / "none.png") in refused(capsys, "predict", good, tmp_path / "none.png", *model)
-    assert str(bad) in refused(capsys, "predict", good, bad, *model)
-    assert "has no images" in refused(capsys, "predict", tmp_path / "empty", *model)
-    assert "none.txt" in refused(capsys, "predict", good, *model, "--class-names", tmp_path / "none.txt")
-    out = tmp_path / "p.csv"
-    refused(capsys, "predict", bad, *model, "--format", "csv", "--out", out)
-    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        for words in (
+            ("train", "--data", where, "--out", tmp_path / "out", *SMALL),
+            ("predict", where / "val", "--checkpoint", model, "--format", "csv", "--out", tmp_path / "p.csv"),
+        ):
+            assert "No space left" in refused(capsys, *words)
+        for flag, path in (("--json", tmp_path / "r.json"), ("--csv", csv)):
+            assert run("evaluate", "--data", where, "--checkpoint", model, flag, path) == 2
+            assert "No space left" in capsys.readouterr().err
+    assert csv.read_text() == "model,top1\nold,1\n"
+    assert {p.name for p in tmp_path.iterdir()} <= {"in", "model", "r.csv", "out"}
+    assert not list((tmp_path / "out").glob("*")), "an output that failed is not there at all"
