@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from . import __version__
-from .errors import UserError, WeightsError
+from .errors import UserError, WeightsError, first_line
 from .files import new_directory, write_bytes, write_json
 from .model import AdaptiveViT
 
@@ -84,8 +84,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
                 f"{path} holds more than weights and would run code on loading; it was not loaded. "
                 "Save a plain state dict, best as .safetensors."
             ) from None
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise WeightsError(f"Damaged or unreadable weights file: {path} ({line}).") from None
+        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
     for wrapper in ("state_dict", "model", "state_dict_ema", "model_ema"):
         if isinstance(state, dict) and wrapper in state and isinstance(state[wrapper], dict):
             state = state[wrapper]

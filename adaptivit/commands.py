@@ -19,7 +19,7 @@ from . import evaluate as evaluation
 from . import predict as prediction
 from .config import EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .data import Images, Labelled
-from .errors import DataError, UserError
+from .errors import UserError
 from .factory import create, load
 from .files import write_text
 from .model import AdaptiveViT
@@ -63,8 +63,7 @@ def evaluate(config: EvaluateConfig) -> None:
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
     for m in filter(None, (model, other)):
-        if m.vit.num_classes < len(labelled.classes):
-            raise DataError(f"{config.data} has {len(labelled.classes)} classes, the model {m.vit.num_classes}.")
+        labelled.for_model(m.vit.num_classes, m.class_names)  # say what does not fit before anything runs
     result = _measure(model, labelled, config, "evaluate")
     row = _row(config, model, result)
     if config.precision == "bf16":
@@ -90,6 +89,7 @@ def evaluate(config: EvaluateConfig) -> None:
 def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, what: str) -> evaluation.Result:
     device = device_of(config.device)
     model = model.to(device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    labelled = labelled.for_model(model.vit.num_classes, model.class_names)
     images = Images(labelled, model.preprocessing.evaluation())
     order = data.in_order(len(images), config.batch_size)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[top1]}"))

@@ -13,6 +13,26 @@ import tyro
 from .errors import UserError
 
 
+def _size(value: int | None) -> None:
+    if value is not None:
+        _at_least("img_size", value, 1)
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise UserError(f"{name}: expected at least {least}, got {value}.")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise UserError(f"{name}: expected a number > 0, got {value}.")
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value < high:
+        raise UserError(f"{name}: expected {low} <= value < {high}, got {value}.")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Fine-tune a backbone into an adaptive model.
@@ -125,12 +145,14 @@ class TrainConfig:
     """Leave out images that cannot be read instead of stopping."""
 
     def __post_init__(self) -> None:
+        _size(self.img_size)
         for name in ("epochs", "batch_size", "log_steps"):
             _at_least(name, getattr(self, name), 1)
         for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
             _positive(name, getattr(self, name))
         weights = ("ponder", "target_depth", "prior", "budget", "distill", "mixup", "cutmix")
-        for name in ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", *weights, "workers", "checkpoint_steps"):
+        steps = ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "checkpoint_steps")
+        for name in (*weights, *steps, "workers", "seed"):
             _at_least(name, getattr(self, name), 0)
         for name in ("val_split", "drop_path", "label_smoothing", "random_erasing", "ema"):
             _between(name, getattr(self, name), 0.0, 1.0)
@@ -154,6 +176,9 @@ class ModelConfig:
     """Weights for that backbone: .safetensors or .pth in timm's keys."""
     img_size: int | None = None
     """Image size in pixels; default: the backbone's."""
+
+    def __post_init__(self) -> None:
+        _size(self.img_size)
 
 
 @dataclass(frozen=True)
@@ -189,6 +214,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         _at_least("batch_size", self.batch_size, 1)
+        _at_least("workers", self.workers, 0)
         if self.limit is not None:
             _at_least("limit", self.limit, 1)
 
@@ -235,19 +261,7 @@ class QuickstartConfig:
     seed: int = 0
     """Everything random follows from it."""
     fast: bool = False
-    """A few steps only, to see that everything runs; the figures then mean nothing."""
+    """A few digits and steps only, to see that everything runs; the figures then mean nothing."""
 
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise UserError(f"{name}: expected at least {least}, got {value}.")
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise UserError(f"{name}: expected a number > 0, got {value}.")
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value < high:
-        raise UserError(f"{name}: expected {low} <= value < {high}, got {value}.")
+    def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)

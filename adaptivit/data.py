@@ -6,7 +6,6 @@ test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .errors import DataError
+from .errors import DataError, first_line
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
 SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("test",)}
@@ -51,6 +50,25 @@ class Labelled:
 
     def part(self, indices: Sequence[int]) -> Labelled:
         return Labelled(self.source, [self.items[i] for i in indices], [self.labels[i] for i in indices], self.classes)
+
+    def for_model(self, classes: int, names: list[str] | None) -> Labelled:
+        """The same images with the labels that a model uses: matched by class name where the model knows its names,
+        by number where the names are numbers, by order where there are just as many."""
+        if names is not None and set(self.classes) <= set(names):
+            number = {name: names.index(name) for name in self.classes}
+        elif len(self.classes) == classes:
+            return self
+        elif names is None and all(c.isdigit() and int(c) < classes for c in self.classes):
+            number = {name: int(name) for name in self.classes}
+        else:
+            known = names or []
+            odd = next((c for c in self.classes if c not in known), self.classes[0])
+            raise DataError(
+                f"{self.source} has {len(self.classes)} classes, the model {classes}, and their names do not match "
+                f"(for example {odd!r})."
+            )
+        labels = [number[self.classes[label]] for label in self.labels]
+        return Labelled(self.source, self.items, labels, self.classes)
 
     def spread(self, limit: int) -> Labelled:
         """At most `limit` images, evenly spread over the set."""
@@ -127,15 +145,14 @@ def _arrays(path: Path) -> dict[str, Labelled]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"Not a readable .npz of plain arrays: {path} ({str(error).splitlines()[0]}).") from None
-    found = {}
+    except Exception as error:  # a damaged archive can raise anything
+        raise DataError(f"Not a readable .npz of plain arrays: {path} ({first_line(error)}).") from None
+    found: dict[str, tuple[Any, Any]] = {}
     for split, prefix in (("train", "train_"), ("val", "val_"), ("test", "test_"), ("all", "")):
         if f"{prefix}x" in arrays:
-            x, y = arrays[f"{prefix}x"], arrays.get(f"{prefix}y")
-            if y is None or len(x) != len(y) or len(x) == 0:
-                count = 0 if y is None else len(y)
-                raise DataError(f"{path}: {prefix}x has {len(x)} images, {prefix}y {count} labels.")
+            x, y = (np.atleast_1d(arrays.get(f"{prefix}{k}", np.empty(0))) for k in "xy")
+            if len(x) != len(y) or len(x) == 0:
+                raise DataError(f"{path}: {prefix}x has {len(x)} images, {prefix}y {len(y)} labels.")
             if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[-1] != 3):
                 wanted = "uint8 [n, h, w, 3] or [n, h, w]"
                 raise DataError(f"{path}: {prefix}x: expected {wanted}, got {x.dtype} {x.shape}.")
@@ -145,7 +162,7 @@ def _arrays(path: Path) -> dict[str, Labelled]:
     if not found:
         raise DataError(f"{path} has none of train_x, val_x, test_x, x (found: {', '.join(arrays) or 'nothing'}).")
     count = 1 + max(int(y.max()) for _, y in found.values())
-    names = tuple(str(c) for c in arrays["classes"]) if "classes" in arrays else tuple(str(i) for i in range(count))
+    names = tuple(str(c) for c in np.atleast_1d(arrays.get("classes", np.arange(count))))
     if len(names) < count:
         raise DataError(f"{path}: classes has {len(names)} names, the labels go up to {count - 1}.")
     return {s: Labelled(f"{path}:{s}", x, [int(v) for v in y], names) for s, (x, y) in found.items()}

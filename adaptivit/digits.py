@@ -28,7 +28,8 @@ def draw(digits: Tensor, generator: torch.Generator, distort: bool) -> Tensor:
     count = len(digits)
     cell = torch.randint(0, (SIZE - BOX) // PATCH + 1, (count, 2, 1), generator=generator) * PATCH
     colour = 0.6 + 0.4 * torch.rand(count, 3, 1, 1, generator=generator)
-    soft = F.interpolate(torch.rand(count, 3, 4, 4, generator=generator), size=(SIZE, SIZE), mode="bilinear")
+    smooth = F.interpolate(torch.eye(4)[None], size=SIZE, mode="linear")[0]  # [4, 64]
+    soft = smooth.T @ torch.rand(count, 3, 4, 4, generator=generator) @ smooth
     noise = torch.rand(count, 1, SIZE, SIZE, generator=generator)
     u = (torch.rand(count, 5, generator=generator) * 2 - 1) * float(distort)
     angle, wide, high = u[:, 0] * math.radians(10), 1 + 0.1 * u[:, 1], 1 + 0.1 * u[:, 2]
@@ -52,11 +53,13 @@ class Digits:
     test_y: Tensor
 
     @classmethod
-    def load(cls) -> Digits:
+    def load(cls, few: bool = False) -> Digits:
         bunch = load_digits()
         x, y = torch.tensor(bunch.images / 16, dtype=torch.float32), torch.tensor(bunch.target)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         test, train = order[:TEST], order[TEST:]
+        if few:
+            test, train = test[:30], train[:96]
         return cls(x[train], y[train], x[test], y[test])
 
     def training(self, seed: int, epoch: int, batch_size: int) -> Iterator[Loaded]:

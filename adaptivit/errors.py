@@ -6,8 +6,11 @@ import difflib
 from collections.abc import Iterable
 
 
-class UserError(ValueError):
-    """A mistake of the caller's. The command line prints it as one line and exits with code 2."""
+class UserError(Exception):
+    """A mistake of the caller's. The command line prints it as one line and exits with code 2.
+
+    Not a ValueError: parsers of command lines catch those and dress them up.
+    """
 
 
 class UnsupportedBackbone(UserError):
@@ -24,6 +27,12 @@ class DataError(UserError):
 
 class NotFiniteError(UserError):
     """A loss term became NaN or infinite."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:

@@ -49,6 +49,17 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def recover(path: str | Path) -> None:
+    """Finish what a killed process left: if it died between the two moves of new_directory, the old one comes back."""
+    path = Path(path)
+    old = path.with_name(f".{path.name}.old")
+    if old.is_dir() and not path.exists():
+        os.replace(old, path)
+    for remains in path.parent.glob(f".{path.name}.*"):
+        if remains.is_dir():
+            shutil.rmtree(remains, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def new_directory(path: str | Path) -> Iterator[Path]:
     """A directory that appears at `path`, replacing what was there, only when the block has ended well."""

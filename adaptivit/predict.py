@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from .data import _UNREADABLE, SUFFIXES
-from .errors import DataError
+from .errors import DataError, first_line
 from .model import AdaptiveViT
 
 
@@ -70,7 +70,7 @@ def predict(
                 with Image.open(path) as file:
                     pictures.append(transform(file.convert("RGB")))
             except _UNREADABLE as error:
-                raise DataError(f"Cannot read the image {path} ({str(error).splitlines()[0]}).") from None
+                raise DataError(f"Cannot read the image {path} ({first_line(error)}).") from None
         output = model(torch.stack(pictures).to(device), layout=layout)
         top = output.logits.float().softmax(-1).topk(min(top_k, output.logits.shape[1]))
         for b, path in enumerate(paths[i : i + batch_size]):

@@ -69,7 +69,7 @@ def quickstart(config: QuickstartConfig) -> None:
     """adaptivit quickstart"""
     console, begun = Console(), time.perf_counter()
     out = Path(config.out)
-    digits = Digits.load()
+    digits = Digits.load(few=config.fast)
     console.print("[bold]adaptivit quickstart[/]: handwritten digits on a noisy canvas, 64 patches a picture\n")
     with _bars(console) as bars:
         static = _train_static(config, digits, bars)

@@ -24,9 +24,9 @@ from safetensors.torch import save
 from . import __version__, checkpoint
 from .config import TrainConfig
 from .data import Loaded
-from .errors import UserError, WeightsError
+from .errors import NotFiniteError, UserError, WeightsError
 from .evaluate import Result
-from .files import new_directory, write_bytes, write_json
+from .files import new_directory, recover, write_bytes, write_json
 from .objectives import Losses
 from .output import Output
 
@@ -59,7 +59,7 @@ class RunDirectory:
 
     def _same_configuration(self) -> None:
         try:
-            old = json.loads((self.path / "config.json").read_text())["config"]
+            old = dict(json.loads((self.path / "config.json").read_text())["config"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--resume: {self.path / 'config.json'} is damaged.") from None
         new = json.loads(json.dumps(asdict(self.config)))
@@ -95,6 +95,11 @@ class RunDirectory:
 
     def checkpoint(self, trainer: Trainer, step: int) -> None:
         """Everything that a continuation needs, replaced in one move."""
+        if not all(bool(p.isfinite().all()) for p in trainer.model.parameters()):
+            raise NotFiniteError(
+                f"The weights are not finite after step {step}. Lower the learning rate; "
+                "the last good checkpoint was kept."
+            )
         if not self.main:
             return
         state = BytesIO()
@@ -108,6 +113,10 @@ class RunDirectory:
     def restore(self, trainer: Trainer) -> int:
         """Load the last checkpoint into the trainer; returns the number of steps done (0 without one)."""
         place = self.path / "checkpoint"
+        if self.main:
+            recover(place)
+            recover(self.path / "model")
+        trainer.accelerator.wait_for_everyone()
         if not place.exists():
             self.say("no checkpoint yet: starting from the beginning")
             self._truncate_log(0)
@@ -116,11 +125,12 @@ class RunDirectory:
         try:
             state = torch.load(place / "training.pt", map_location=trainer.accelerator.device, weights_only=True)
             trainer.optimizer.load_state_dict(state["optimizer"])
+            step, average = int(state["step"]), state["average"]
+            if trainer.average is not None:
+                checkpoint.check_fit(trainer.average.values, average, str(place / "training.pt"))
+                trainer.average.values = average
         except Exception as error:
             raise WeightsError(f"Damaged checkpoint: {place / 'training.pt'} ({type(error).__name__}).") from None
-        if trainer.average is not None:
-            trainer.average.values = state["average"]
-        step = int(state["step"])
         self.say(f"resumed after step {step}")
         self._truncate_log(step)
         return step

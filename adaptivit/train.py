@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
 from . import data, settings
 from .config import TrainConfig
 from .data import Images, Labelled, Loaded, mix
-from .errors import DataError, UserError
+from .errors import DataError, NotFiniteError, UserError
 from .evaluate import Result, evaluate
 from .factory import create
 from .model import AdaptiveViT
@@ -74,6 +76,7 @@ class Trainer:
         torch.manual_seed(mix(config.seed, 1 << 20, step, accelerator.process_index))
         images, targets = batch.images.to(accelerator.device), batch.labels.to(accelerator.device)
         if self.mixup is not None:
+            np.random.seed(mix(config.seed, 1 << 21, step, accelerator.process_index) % 2**32)  # timm draws from there
             images, targets = self.mixup(images, targets)
         self.wrapped.train()
         with accelerator.autocast():
@@ -88,9 +91,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, step, steps_per_epoch)
         self.optimizer.zero_grad(set_to_none=True)
-        accelerator.backward(losses.total)
-        if config.clip_grad:
-            accelerator.clip_grad_norm_(self.wrapped.parameters(), config.clip_grad)
+        # a policy may own parameters that no loss of this run reaches; several processes still wait for their gradient
+        idle = [p.sum() for p in self.model.policy.parameters() if p.requires_grad]
+        accelerator.backward(losses.total + 0.0 * torch.stack(idle).sum() if idle else losses.total)
+        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), config.clip_grad or float("inf"))
+        if accelerator.device.type == "cpu" and norm is not None and not bool(norm.isfinite()):
+            raise NotFiniteError(
+                f"The gradient became {float(norm)} at step {step + 1} (loss {float(losses.total.detach()):.4g}). "
+                "Lower the learning rate; the last good checkpoint was kept."
+            )
         self.optimizer.step()
         if self.average is not None:
             self.average.update(self.model, step)
@@ -99,9 +108,7 @@ class Trainer:
 
 def fit(config: TrainConfig, show: bool = True) -> Result:
     """Train as configured; returns the validation result of the model that was saved in OUT/model."""
-    # a policy may own parameters that no loss of this run reaches (planners without a plan loss)
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu", kwargs_handlers=[unused])
+    accelerator = _accelerator(config)
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
@@ -113,6 +120,8 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         )
     if config.batch_size % accelerator.num_processes:
         raise UserError(f"batch_size: expected a multiple of {accelerator.num_processes} processes.")
+    if (config.mixup or config.cutmix) and config.batch_size // accelerator.num_processes % 2:
+        raise UserError(f"mixup: expected an even number of images a process and step, got {config.batch_size}.")
     torch.manual_seed(config.seed)
     policy, policy_settings = settings.parse(config.policy)
     classes = len(train_set.classes)
@@ -134,6 +143,8 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     if start == 0 and config.calibrate:
         first = next(data.batches(val, data.in_order(min(len(val), 64), 64)))
         run.say(model.policy.calibrate(model, first.images.to(accelerator.device)))
+        if trainer.average is not None:
+            trainer.average = Average(model, config.ema)
     return _loop(trainer, run, images, val, start, show)
 
 
@@ -221,6 +232,13 @@ def _readable(labelled: Labelled, allow_corrupt: bool) -> Labelled:
             + ". Remove it, or pass --allow-corrupt to leave such images out."
         )
     return labelled.part([i for i in range(len(labelled)) if i not in bad]) if bad else labelled
+
+
+def _accelerator(config: TrainConfig) -> Accelerator:
+    """accelerate keeps one state a process; a second run of another precision or device begins with a fresh one."""
+    if PartialState._shared_state and PartialState().num_processes == 1:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu")
 
 
 def _precision(config: TrainConfig) -> str:

@@ -41,7 +41,7 @@ class Losses:
         for name, value in {**self.terms, "total": self.total.detach()}.items():
             if not bool(value.isfinite()):
                 raise NotFiniteError(
-                    f"The loss term {name!r} became {float(value)} at step {step}. "
+                    f"The loss term {name!r} became {float(value)} at step {step + 1}. "
                     "Lower the learning rate or its weight; the last good checkpoint was kept."
                 )
 

@@ -5,6 +5,8 @@ Shapes: B images, H heads, N rows, d head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,9 +39,40 @@ def probabilities(q: Tensor, k: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """The definition written out, with the gradient of every key's weight, absent keys included:
+    """Attention with weights [B, N] that may be zero and still get a gradient:
 
     d out_i / d w_j = exp(s_ij) / Z_i (v_j - out_i), which is what tells a halted token that it was needed.
     """
-    a = F.dropout(probabilities(q, k, weight), dropout, dropout > 0)
-    return (a @ v.float()).to(v.dtype)
+    if dropout > 0:
+        return (F.dropout(probabilities(q, k, weight), dropout) @ v.float()).to(v.dtype)
+    return _Weighted.apply(q, k, v, weight)  # type: ignore[no-untyped-call]
+
+
+class _Weighted(torch.autograd.Function):
+    """probabilities(q, k, w) @ v with its gradient written out: half the passes over the attention matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        qf, kf, vf, w = (t.float() for t in (q, k, v, weight))
+        s = (qf * scale) @ kf.transpose(-2, -1)
+        w = w[:, None, None, :]
+        z = torch.logsumexp(s + w.log(), -1, keepdim=True)
+        p = (s - z).clamp_(max=_MAX_EXCESS).exp_()  # exp(s) / Z, of absent keys too
+        out = (p * w) @ vf
+        ctx.save_for_backward(qf, kf, vf, w, p)
+        ctx.scale, ctx.dtypes = scale, (q.dtype, k.dtype, v.dtype, weight.dtype)
+        return out.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        q, k, v, w, p = ctx.saved_tensors
+        grad = grad.float()
+        a = p * w
+        t = grad @ v.transpose(-2, -1)  # g_i . v_j
+        t = p * (t - (a * t).sum(-1, keepdim=True))  # exp(s_ij) / Z_i  g_i . (v_j - out_i)
+        s = t * w
+        grads = ((s @ k) * ctx.scale, (s.transpose(-2, -1) @ q) * ctx.scale, a.transpose(-2, -1) @ grad)
+        wanted = t.sum((1, 2)) if ctx.needs_input_grad[3] else None
+        dq, dk, dv = (g.to(d) for g, d in zip(grads, ctx.dtypes, strict=False))
+        return dq, dk, dv, None if wanted is None else wanted.to(ctx.dtypes[3])
