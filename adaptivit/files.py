@@ -79,7 +79,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
                 os.replace(temporary, path)
             except BaseException:
                 if old is not None:
-                    os.replace(old, path)
+                    old.rename(path)  # and where even that fails, `recover` finds it
                 raise
             if old is not None:
                 shutil.rmtree(old, ignore_errors=True)

@@ -41,12 +41,12 @@ BACKBONE: dict[str, Any] = {
     "num_classes": 10,
 }
 STATIC = TrainConfig(
-    data="digits", policy="static", epochs=16, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.6, device="cpu"
+    data="digits", policy="static", epochs=14, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.4, device="cpu"
 )
 ADAPTIVE = replace(
     STATIC,
     policy="aht:straight_through=true",
-    epochs=12,
+    epochs=10,
     lr=1e-3,
     distill=1.0,
     budget=10.0,
