@@ -40,7 +40,7 @@ def test_the_quickstart_writes_what_it_promises(tmp_path: Path, capsys: Any) -> 
     for name, row in (("static", results["rows"][0]), ("aht", results["rows"][2])):
         model = adaptivit.load(tmp_path / "q" / name)
         assert model.policy_name == name
-        again = evaluate(model, few.testing(), layout="packed")
+        again = evaluate(model, Digits.load(few=True).testing(), layout="packed")
         assert row["top-1 %"] == round(again.top1, 2)
         assert row["MMACs"] == round(1e3 * again.gmacs, 2)
         assert row["mean depth"] == round(again.mean_depth, 2)
