@@ -18,7 +18,7 @@ from torch import Tensor
 from .data import Loaded, mix
 
 SIZE, PATCH, BOX = 64, 8, 16  # canvas, patch and digit, in pixels
-MEAN, STD = 0.25, 0.25
+MEAN, STD = 0.2, 0.25
 TEST = 360  # digits kept for the report
 PLACEMENTS = 4  # how often each of them is shown
 
@@ -40,7 +40,7 @@ def draw(digits: Tensor, generator: torch.Generator, distort: bool) -> Tensor:
     # two one-hot products put the digit at its cell: row y of the canvas shows row y - cell of the digit
     rows, columns = ((torch.arange(SIZE) - cell)[..., None] == torch.arange(BOX)).float().unbind(1)
     alpha = (rows @ ink @ columns.transpose(1, 2))[:, None]
-    return (0.3 * soft + 0.1 * noise) * (1 - alpha) + colour * alpha
+    return (0.2 * soft + 0.08 * noise) * (1 - alpha) + colour * alpha
 
 
 @dataclass(frozen=True)
@@ -86,5 +86,5 @@ def normalise(pictures: Tensor) -> Tensor:
 
 
 def visible(images: Tensor) -> Tensor:
-    """The reverse of normalise, [B, H, W, 3] in 0..1, for people."""
-    return (images * STD + MEAN).clamp(0, 1).permute(0, 2, 3, 1)
+    """The reverse of normalise, [B, H, W, 3] in 0..1, with the dark background brightened for people."""
+    return (images * STD + MEAN).clamp(0, 1).pow(0.7).permute(0, 2, 3, 1)
