@@ -78,7 +78,7 @@ def evaluate(config: EvaluateConfig) -> None:
         print(
             f"against {config.compare_to} (top-1 {second.top1:.2f} % at {second.gmacs:.4f} GMACs): "
             f"{difference:+.2f} ± {half:.2f} points (paired, 95 %, {n} images), "
-            f"{100 * (result.gmacs / second.gmacs - 1):+.1f} % GMACs"
+            f"{signed_percent(result.gmacs / second.gmacs - 1)} GMACs"
         )
     if config.json:
         write_text(config.json, json.dumps(row, indent=2) + "\n")
@@ -137,12 +137,16 @@ def _row(config: EvaluateConfig, model: AdaptiveViT, result: evaluation.Result) 
     }
 
 
+def signed_percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: no minus before a zero
+
+
 def _table(row: dict[str, Any], result: evaluation.Result) -> Table:
     table = Table(title=f"{row['model']}, {row['policy']}", show_header=False, title_justify="left")
     lines = {
         "images": f"{result.images}",
         "top-1 / top-5": f"{result.top1:.2f} % / {result.top5:.2f} %",
-        "GMACs an image": f"{result.gmacs:.4f} ({-100 * result.saved:+.1f} % against static {result.gmacs_static:.4f})",
+        "GMACs an image": f"{result.gmacs:.4f} ({signed_percent(-result.saved)} against static {result.gmacs_static:.4f})",
         "mean depth": f"{result.mean_depth:.2f} of {len(result.live)} blocks",
         "live tokens by block": " ".join(f"{n:.0f}" for n in result.live),
         "images/s": f"{result.images_per_second:.1f} ({result.layout}, {row['device']}, {row['precision']})",

@@ -259,8 +259,8 @@ def _write(
             ),
         ],
         notes=[
-            f"The static model was trained for {STATIC.epochs} epochs. AHT-ViT goes on from it for {ADAPTIVE.epochs} more, "
-            "taught by it, so that a part of any gain in accuracy is the longer training.",
+            f"The static model was trained for {STATIC.epochs} epochs. AHT-ViT goes on from it for {ADAPTIVE.epochs} "
+            "more, taught by it, so that a part of any gain in accuracy is the longer training.",
             "The digits are scikit-learn's 8 × 8 scans, enlarged and put at a random place of a noisy canvas. They "
             "show that the mechanism works, not how well it does on photographs.",
             "“Masked” computes every token and only pretends; it is the reference that the packed path is tested "
