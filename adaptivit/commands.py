@@ -143,10 +143,11 @@ def signed_percent(share: float) -> str:
 
 def _table(row: dict[str, Any], result: evaluation.Result) -> Table:
     table = Table(title=f"{row['model']}, {row['policy']}", show_header=False, title_justify="left")
+    share = signed_percent(-result.saved)
     lines = {
         "images": f"{result.images}",
         "top-1 / top-5": f"{result.top1:.2f} % / {result.top5:.2f} %",
-        "GMACs an image": f"{result.gmacs:.4f} ({signed_percent(-result.saved)} against static {result.gmacs_static:.4f})",
+        "GMACs an image": f"{result.gmacs:.4f} ({share} against static {result.gmacs_static:.4f})",
         "mean depth": f"{result.mean_depth:.2f} of {len(result.live)} blocks",
         "live tokens by block": " ".join(f"{n:.0f}" for n in result.live),
         "images/s": f"{result.images_per_second:.1f} ({result.layout}, {row['device']}, {row['precision']})",
