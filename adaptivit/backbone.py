@@ -33,7 +33,6 @@ class Shape:
     classes: int
     heads_out: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
     read: int  # leading slots that the head reads; `tokens` when it pools over patches
-    has_class: bool
     gated: bool = False  # attention output gate (a linear layer more)
     latent_pool: bool = False  # attention pooling head
     pool_prefix: bool = False  # which pools over the prefix tokens too
@@ -87,7 +86,6 @@ def inspect(vit: nn.Module) -> Shape:
         classes=vit.num_classes if heads_out else vit.embed_dim,
         heads_out=heads_out,
         read=(2 if distilled else 1) if token_read else tokens,
-        has_class=vit.has_class_token,
         gated=first.attn.gate is not None,
         latent_pool=vit.attn_pool is not None,
         pool_prefix=vit.pool_include_prefix,

@@ -6,6 +6,7 @@ import csv
 import datetime
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def evaluate(config: EvaluateConfig) -> None:
     model = build(config.model)
     other = load(config.compare_to) if config.compare_to else None
     labelled = data.for_evaluation(config.data, config.split)
+    if config.split == "auto" and not {"test", "val"} & set(data.splits(config.data)):
+        note = f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter"
+        print(note, file=sys.stderr)
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
     for m in filter(None, (model, other)):
@@ -166,8 +170,11 @@ def append_csv(path: str | Path, row: dict[str, Any]) -> None:
     """Add a row to a CSV file, new columns at the end; the file is replaced in one step."""
     rows: list[dict[str, Any]] = []
     if Path(path).exists():
-        with Path(path).open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        try:
+            with Path(path).open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{path} is no CSV file to add a row to ({error}).") from None
     flat = {k: " ".join(f"{x:.2f}" for x in v) if isinstance(v, list) else v for k, v in row.items()}
     rows.append(flat)
     names = list(dict.fromkeys(name for r in rows for name in r))
@@ -180,6 +187,8 @@ def append_csv(path: str | Path, row: dict[str, Any]) -> None:
 
 def predict(config: PredictConfig) -> None:
     """adaptivit predict"""
+    if config.out and config.format == "table":
+        raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
     paths = prediction.find_images(config.images)
     names = _names(config.class_names) if config.class_names else None
     model = build(config.model)
@@ -197,8 +206,6 @@ def predict(config: PredictConfig) -> None:
         _emit(prediction.as_jsonl(found), config.out)
     elif config.format == "csv":
         _emit(prediction.as_csv(found), config.out)
-    elif config.out:
-        raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
     else:
         Console(width=None if Console().is_terminal else 120).print(_predictions(found))
 

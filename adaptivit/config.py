@@ -198,7 +198,7 @@ class EvaluateConfig:
     batch_size: int = 64
     """Images at a time."""
     limit: int | None = None
-    """Only the first so many images of the split, evenly spread over it."""
+    """Only so many images, evenly spread over the split."""
     compare_to: str | None = None
     """A second checkpoint directory; prints the paired difference with its 95 % confidence interval."""
     json: str | None = None

@@ -56,10 +56,10 @@ class Labelled:
         by number where the names are numbers, by order where there are just as many."""
         if names is not None and set(self.classes) <= set(names):
             number = {name: names.index(name) for name in self.classes}
-        elif len(self.classes) == classes:
-            return self
         elif names is None and all(c.isdigit() and int(c) < classes for c in self.classes):
             number = {name: int(name) for name in self.classes}
+        elif names is None and len(self.classes) == classes:
+            return self
         else:
             known = names or []
             odd = next((c for c in self.classes if c not in known), self.classes[0])
@@ -128,6 +128,8 @@ def for_evaluation(path: str | Path, split: str) -> Labelled:
 
 def _folder(path: Path) -> Labelled:
     classes = sorted(d.name for d in path.iterdir() if d.is_dir() and not d.name.startswith("."))
+    if all(name.isdigit() for name in classes):
+        classes.sort(key=int)  # 2 before 10: folders named by number are class numbers
     if not classes:
         raise DataError(f"{path} has no class folders (expected {path.name}/CLASS/*.jpg).")
     items: list[Path] = []

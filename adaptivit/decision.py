@@ -26,6 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .errors import UserError
+
 When = Literal["before", "between", "after"]
 
 
@@ -116,16 +118,17 @@ class Trace:
     def fact(self, name: str) -> Tensor:
         """A fact by name, or an error that says how to get it."""
         if name not in self.facts:
-            raise KeyError(
+            raise UserError(
                 f"This forward pass has no fact {name!r} (it has: {', '.join(sorted(self.facts)) or 'none'}). "
                 f"Ask for it: model(images, ask=('{name}',)), with a policy that has it."
             )
         return self.facts[name]
 
 
-def detached(decision: Decision) -> Decision:
-    """The same answer without gradients, for the record."""
+def detached(decision: Decision, device: torch.device | None = None) -> Decision:
+    """The same answer without gradients, for the record, or on another device."""
     values: dict[str, Any] = {
-        name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in vars(decision).items()
+        name: value.detach().to(device or value.device) if isinstance(value, torch.Tensor) else value
+        for name, value in vars(decision).items()
     }
     return type(decision)(**values)

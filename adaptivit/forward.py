@@ -132,7 +132,7 @@ class View:
 
     @property
     def present(self) -> Tensor:
-        """[B, N] bool: tokens that have not left."""
+        """[B, N] bool: tokens that take part (have not left, do not sit out this block)."""
         return self._run.layout.here
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
 from . import data, settings
+from .checkpoint import read_config
 from .config import TrainConfig
 from .data import Images, Labelled, Loaded, mix
 from .errors import DataError, NotFiniteError, UserError
@@ -124,6 +126,8 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         raise UserError(f"mixup: expected an even number of images a process and step, got {config.batch_size}.")
     torch.manual_seed(config.seed)
     policy, policy_settings = settings.parse(config.policy)
+    if policy == "replay":
+        raise UserError("A replay belongs to one batch and cannot be trained.")
     classes = len(train_set.classes)
     model = create(
         config.backbone,
@@ -134,24 +138,44 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         drop_path_rate=config.drop_path,
         **policy_settings,
     )
+    if model.class_names not in (None, list(train_set.classes)):
+        model.vit.reset_classifier(classes)  # as many classes as the weights have, but other ones
     model.class_names = list(train_set.classes)
     trainer = _trainer(config, model, accelerator, classes)
     images = Images(train_set, model.preprocessing.training(config), config.seed)
     val = Images(val_set, model.preprocessing.evaluation())
+    _probe(trainer, val)
     run.open()
     start = run.restore(trainer) if config.resume else 0
-    if start == 0 and config.calibrate:
-        first = next(data.batches(val, data.in_order(min(len(val), 64), 64)))
+    if start == 0 and config.calibrate and "beta" not in policy_settings and not _holds(config.weights, policy):
+        some = Images(val_set.spread(64), model.preprocessing.evaluation())
+        first = next(data.batches(some, data.in_order(len(some), 64)))
         run.say(model.policy.calibrate(model, first.images.to(accelerator.device)))
         if trainer.average is not None:
             trainer.average = Average(model, config.ema)
     return _loop(trainer, run, images, val, start, show)
 
 
+def _holds(weights: str | None, policy: str) -> bool:
+    """Whether the starting weights bring a trained policy of this kind, whose gate is not to be reset."""
+    return weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == policy
+
+
+@torch.no_grad()
+def _probe(trainer: Trainer, val: Images) -> None:
+    """One look at the loss before anything is written: a term that the policy cannot serve is said now."""
+    batch = next(data.batches(val, [[0, len(val) - 1]]))
+    if len(batch.labels):
+        images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
+        teacher_logits = None if trainer.teacher is None else trainer.teacher(images).logits
+        output = trainer.model(images, ask=trainer.objective.needs)
+        trainer.objective(output, Batch(targets, teacher_logits))
+
+
 def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, classes: int) -> Trainer:
     teacher = None
     if config.distill:
-        teacher = _teacher(config, classes).to(accelerator.device)
+        teacher = _teacher(config, model.class_names or []).to(accelerator.device)
     optimizer = adamw(model, config)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     mixup = None
@@ -161,7 +185,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     return Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
 
 
-def _teacher(config: TrainConfig, classes: int) -> AdaptiveViT:
+def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
+    classes = len(names)
     source = config.teacher or config.weights
     if source is None:
         raise UserError("distill: expected the static model's weights as --teacher or --weights, got neither.")
@@ -171,6 +196,8 @@ def _teacher(config: TrainConfig, classes: int) -> AdaptiveViT:
             f"distill: the teacher in {source} has {teacher.vit.num_classes} classes, the data {classes}. "
             "Train it first: adaptivit train --policy static --out STATIC, then --teacher STATIC/model."
         )
+    if teacher.class_names not in (None, names):
+        raise UserError(f"distill: the teacher in {source} was trained on other classes than the data has.")
     return teacher.requires_grad_(False).eval()
 
 

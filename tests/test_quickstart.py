@@ -77,7 +77,7 @@ def test_pictures_are_in_range_and_hold_the_digit(loaded: Digits) -> None:
     assert (bright > 0.002).all()
     assert (bright < 16 * 16 / 64 / 64 + 1e-6).all(), "the ink stays inside its box"
     restored = digits.visible(digits.normalise(pictures))
-    torch.testing.assert_close(restored, pictures.permute(0, 2, 3, 1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(restored, pictures.permute(0, 2, 3, 1).pow(0.7), rtol=0, atol=1e-4)  # brightened
 
 
 def test_the_same_seed_draws_the_same_pictures(loaded: Digits) -> None:

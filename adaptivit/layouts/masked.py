@@ -71,7 +71,8 @@ class Masked(Layout):
         """[B, N]: None for all ones, bool for 0/1 without a gradient, else a float."""
         if self._whole and self._before is None:
             return None
-        given = [w for w in (self.size, self._presence) if w is not None]
+        taught = self._presence if self._presence is not None and self._presence.requires_grad else None
+        given = [w for w in (self.size, taught) if w is not None]  # without a gradient, presence is just `here`
         return self.here if not given else math.prod(given, start=self.here)
 
     def add(self, delta: Tensor) -> None:

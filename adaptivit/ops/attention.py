@@ -27,7 +27,8 @@ def probabilities(q: Tensor, k: Tensor, weight: Tensor | None) -> Tensor:
 
     Rows of an image without any key are zero, not NaN.
     """
-    s = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-2, -1)
+    with torch.autocast(q.device.type, enabled=False):  # which would take the product back to bf16
+        s = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-2, -1)
     if weight is None:
         return s.softmax(-1)
     w = weight.float()[:, None, None, :]
@@ -45,7 +46,8 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float 
     """
     if dropout > 0:
         return (F.dropout(probabilities(q, k, weight), dropout) @ v.float()).to(v.dtype)
-    return _Weighted.apply(q, k, v, weight)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):
+        return _Weighted.apply(q, k, v, weight)  # type: ignore[no-untyped-call]
 
 
 class _Weighted(torch.autograd.Function):

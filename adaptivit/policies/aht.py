@@ -117,7 +117,7 @@ class AHT(Policy):
         share = mass if settings.class_token == "mean_field" else None
         if view.last:
             return Keep(share=share)
-        weight = halting.straight_through() if settings.straight_through else None
+        weight = halting.presence[-1] if settings.straight_through else None
         return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
 
     def facts(self, state: State) -> dict[str, Tensor]:
@@ -126,14 +126,16 @@ class AHT(Policy):
             facts |= {
                 "plan": torch.stack(state.plans),
                 "planned": torch.stack(state.planned),
-                "stages": torch.tensor(sorted(int(s) for s in self.planners)),
+                "stages": torch.tensor(sorted(int(s) for s in self.planners), device=state.plans[0].device),
             }
         return facts
 
     @torch.no_grad()
-    def calibrate(self, model: AdaptiveViT, images: Tensor) -> str:
+    def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
         """Bisect beta so that training starts with a mean depth of about L - 1: a gate far below its threshold
         has no slope and does not learn."""
+        if not self.settings.learn_gate:
+            return None
         goal, low, high = float(self.shape.layers - 1), -20.0, 10.0
         training = model.training
         model.eval()

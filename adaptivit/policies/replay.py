@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backbone import Shape
-from ..decision import Decision, Trace, When
+from ..decision import Decision, Trace, When, detached
 from ..errors import UserError
 from ..settings import ReplaySettings
 from .base import Policy
@@ -40,7 +40,8 @@ class Replay(Policy):
             )
 
     def _answer(self, view: View, when: When) -> Decision | None:
-        return self.answers.get((view.layer, when))
+        answer = self.answers.get((view.layer, when))
+        return None if answer is None else detached(answer, view.present.device)
 
     def before(self, view: View, state: None) -> Decision | None:
         return self._answer(view, "before")
