@@ -6,7 +6,6 @@ import csv
 import datetime
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,6 @@ def evaluate(config: EvaluateConfig) -> None:
     model = build(config.model)
     other = load(config.compare_to) if config.compare_to else None
     labelled = data.for_evaluation(config.data, config.split)
-    if config.split == "auto" and not {"test", "val"} & set(data.splits(config.data)):
-        note = f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter"
-        print(note, file=sys.stderr)
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
     for m in filter(None, (model, other)):
@@ -73,6 +69,8 @@ def evaluate(config: EvaluateConfig) -> None:
     if config.precision == "bf16":
         row["flipped_decisions"] = _flips(model, labelled, config)
     Console(width=None if Console().is_terminal else 110).print(_table(row, result))
+    if config.split == "auto" and not {"test", "val"} & set(data.splits(config.data)):
+        print(f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter")
     if result.unreadable:
         print(f"{result.unreadable} images could not be read and were left out")
     if other is not None:

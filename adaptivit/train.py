@@ -126,8 +126,6 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         raise UserError(f"mixup: expected an even number of images a process and step, got {config.batch_size}.")
     torch.manual_seed(config.seed)
     policy, policy_settings = settings.parse(config.policy)
-    if policy == "replay":
-        raise UserError("A replay belongs to one batch and cannot be trained.")
     classes = len(train_set.classes)
     model = create(
         config.backbone,
@@ -138,6 +136,8 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         drop_path_rate=config.drop_path,
         **policy_settings,
     )
+    if policy == "replay":
+        raise UserError("A replay belongs to one batch and cannot be trained.")
     if model.class_names not in (None, list(train_set.classes)):
         model.vit.reset_classifier(classes)  # as many classes as the weights have, but other ones
     model.class_names = list(train_set.classes)
