@@ -27,6 +27,7 @@ class Shape:
     tokens: int  # at the nominal image size; a forward pass counts its own
     prefix: int  # class, distillation and register tokens
     dim: int
+    heads: int
     attention_dim: int  # heads x head width
     hidden: int
     patch_macs: int  # multiply-accumulates to embed one patch
@@ -80,6 +81,7 @@ def inspect(vit: nn.Module) -> Shape:
         tokens=tokens,
         prefix=vit.num_prefix_tokens,
         dim=vit.embed_dim,
+        heads=first.attn.num_heads,
         attention_dim=first.attn.attn_dim,
         hidden=first.mlp.fc1.out_features,
         patch_macs=projection.weight.numel(),
@@ -112,9 +114,10 @@ class Taps:
 
     wanted: frozenset[str] = frozenset()
     index: int = 0  # the element of fc1 that is read
-    found: dict[str, Tensor] | None = None
+    gradient: bool = False  # whether attention that is looked at carries one
+    found: dict[str, Any] | None = None
 
-    def give(self, name: str, value: Tensor) -> None:
+    def give(self, name: str, value: Any) -> None:
         if self.found is None:
             self.found = {}
         self.found[name] = value
@@ -127,6 +130,7 @@ EVIDENCE = {
     "received": "[B, N] attention received: mean over heads and queries (A-MoD's column mean)",
     "class_row": "[B, N] the class token's attention row, mean over heads (EViT)",
     "keys": "[B, N, d] keys, mean over heads (ToMe's metric)",
+    "similarity": "layouts.Similarity: cosine of those keys, which finds every token's nearest other (folding)",
     "ghost": "[B, D] what the block makes of a zeroed, masked row (a halted token in A-ViT's public code)",
 }
 
@@ -136,12 +140,15 @@ def attention(block: Any, layout: Layout, taps: Taps) -> Tensor:
     attn = block.attn
     y = block.norm1(layout.rows)
     q, k, v = _qkv(attn, y)
-    if "received" in taps.wanted:
-        taps.give("received", layout.attention_rows(q, k, "all"))
-    if "class_row" in taps.wanted:
-        taps.give("class_row", layout.attention_rows(q, k, "class"))
-    if "keys" in taps.wanted:
-        taps.give("keys", layout.grid(k.float().mean(-2)))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and taps.gradient):
+        if "received" in taps.wanted:
+            taps.give("received", layout.attention_rows(q, k, "all"))
+        if "class_row" in taps.wanted:
+            taps.give("class_row", layout.attention_rows(q, k, "class"))
+        if "keys" in taps.wanted:
+            taps.give("keys", layout.grid(k.float().mean(-2)))
+        if "similarity" in taps.wanted:
+            taps.give("similarity", layout.similarity(k.float().mean(-2)))
     out = layout.attend(q, k, v, attn.attn_drop.p if attn.training else 0.0)
     if "ghost" in taps.wanted:
         taps.give("ghost", _ghost(block, layout, k, v))

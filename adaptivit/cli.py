@@ -11,13 +11,17 @@ import tyro
 from rich.console import Console
 
 from . import __version__
+from .bench_config import CompareConfig
 from .config import EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
 from .settings import SETTINGS, describe
+from .sweep_config import SweepConfig, from_recipe
 
 _COMMANDS: dict[str, tuple[type, str]] = {
     "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
     "train": (TrainConfig, "fine-tune a backbone into an adaptive model"),
+    "compare": (CompareConfig, "many methods under one recipe: table, CSV and Pareto plot"),
+    "sweep": (SweepConfig, "search over settings on the validation images"),
     "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
 }
@@ -71,6 +75,8 @@ def _parse(command: str, rest: list[str]) -> Any:
             from .recipes import get
 
             default = replace(get(name), recipe=name, data=tyro.MISSING)
+    if command == "sweep" and (name := _recipe_name(rest)) is not None:
+        default = from_recipe(name)
     if default is not None:
         return tyro.cli(cls, args=rest, default=default, prog=f"adaptivit {command}")
     return tyro.cli(cls, args=rest, prog=f"adaptivit {command}")
@@ -89,10 +95,10 @@ def _help(command: str, rest: list[str]) -> None:
     """tyro's help, then the policies' settings and the recipes."""
     with contextlib.suppress(SystemExit):
         _parse(command, rest)
-    if command in ("train", "evaluate", "predict"):
+    if command in ("train", "compare", "sweep", "evaluate", "predict"):
         print(_policies())
-    if command == "train":
-        print(_recipes())
+    if command in ("train", "compare", "sweep"):
+        print(_recipes("policy:NAME" if command == "compare" else "--recipe NAME; other flags override"))
 
 
 def _overview() -> str:
@@ -110,10 +116,10 @@ def _policies() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _recipes() -> str:
+def _recipes(how: str) -> str:
     from .recipes import RECIPES
 
-    lines = ["recipes (--recipe NAME; other flags override)"]
+    lines = [f"recipes ({how})"]
     for name, make in RECIPES.items():
         lines.append(f"  {name}: {(make.__doc__ or '').splitlines()[0]}")
     return "\n".join(lines) + "\n"
@@ -124,6 +130,10 @@ def _runner(command: str) -> Callable[[Any], None]:
         from .quickstart import quickstart
 
         return quickstart
+    if command == "sweep":
+        from .sweep import sweep
+
+        return sweep
     from . import commands
 
     run: Callable[[Any], None] = getattr(commands, command)

@@ -6,6 +6,7 @@ import csv
 import datetime
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from . import __version__, data, settings
 from . import evaluate as evaluation
 from . import predict as prediction
+from .bench_config import CompareConfig
 from .config import EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .data import Images, Labelled
 from .errors import UserError
@@ -34,6 +36,20 @@ def train(config: TrainConfig) -> None:
     if PartialState().is_main_process:
         place = Path(config.out) / "model"
         print(f"saved {place}: top-1 {result.top1:.2f} % at {result.gmacs:.4f} GMACs on validation")
+
+
+def compare(config: CompareConfig) -> None:
+    """adaptivit compare"""
+    from .compare import run
+
+    try:
+        rows = run(config)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on with what is missing in {config.out}", file=sys.stderr)
+        raise SystemExit(130) from None
+    if all(row["status"] != "ok" for row in rows):
+        raise UserError(f"Every method failed; the first: {rows[0]['reason']}")
+    print(f"wrote results.csv, results.md and pareto.png to {config.out}")
 
 
 def build(config: ModelConfig) -> AdaptiveViT:

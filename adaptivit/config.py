@@ -12,6 +12,12 @@ import tyro
 
 from .errors import UserError
 
+# What a method brings of its own when methods are compared under one recipe: its losses.
+LOSSES = (
+    *("task", "ponder", "ponder_form", "target_depth", "sigma", "mass", "mass_tau", "kl", "detach"),
+    *("prior", "prior_form", "prior_depth", "budget", "budget_share", "ratio", "exits", "expected", "geometric"),
+)
+
 
 def _size(value: int | None) -> None:
     if value is not None:
@@ -74,6 +80,10 @@ class TrainConfig:
     """AdamW's weight decay; not on biases, norms, embeddings and gates."""
     clip_grad: float = 1.0
     """Largest gradient norm; 0 for no clipping."""
+    backbone_lr: float = 1.0
+    """The backbone's learning rate as a share of --lr, which the policy's own parameters get; 0.01 in DynamicViT."""
+    freeze_epochs: float = 0.0
+    """The backbone does not move for so many epochs; 5 in DynamicViT."""
     drop_path: float = 0.0
     """Stochastic depth rate at the last block."""
     ema: float = 0.0
@@ -94,6 +104,8 @@ class TrainConfig:
     cutmix: float = 0.0
     """CutMix's alpha; off by default."""
 
+    task: float = 1.0
+    """Weight of the cross-entropy of the final logits."""
     ponder: float = 0.0
     """Weight of the ponder loss (AHT-ViT's lambda_p, A-ViT's alpha_p)."""
     ponder_form: Literal["remainder", "expected"] = "remainder"
@@ -120,10 +132,20 @@ class TrainConfig:
     """Weight of the squared distance from a cost budget."""
     budget_share: float = 0.67
     """That budget, as a share of static's MACs."""
+    ratio: float = 0.0
+    """Weight of DynamicViT's squared distance of the kept share from its ratio, stage by stage."""
+    exits: float = 0.0
+    """Weight of the mean cross-entropy of the exits after every block (confidence, similarity)."""
+    expected: float = 0.0
+    """Weight of PonderNet's task loss: the cross-entropy of every exit, weighted by the chance of stopping there."""
+    geometric: float = 0.0
+    """Weight of PonderNet's KL between that chance and a truncated geometric prior (its beta)."""
     distill: float = 0.0
     """Weight of distillation from the frozen static model; any weight > 0 switches it on."""
     distill_temperature: float = 1.0
     """Its temperature."""
+    features: float = 0.0
+    """Weight of distillation of the kept patches' features after the final norm (DynamicViT)."""
     teacher: str | None = None
     """The static model to distil from (file or directory); default: the starting weights."""
     calibrate: bool = True
@@ -150,7 +172,8 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
             _positive(name, getattr(self, name))
-        weights = ("ponder", "target_depth", "prior", "budget", "distill", "mixup", "cutmix")
+        weights: tuple[str, ...] = ("task", "ponder", "target_depth", "prior", "budget", "ratio", "exits", "expected", "geometric")
+        weights += ("distill", "features", "mixup", "cutmix", "backbone_lr", "freeze_epochs")
         steps = ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "checkpoint_steps")
         for name in (*weights, *steps, "workers", "seed"):
             _at_least(name, getattr(self, name), 0)

@@ -33,10 +33,14 @@ class CostModel:
 
     @property
     def head(self) -> float:
+        return self.head_over(self.tokens)
+
+    def head_over(self, tokens: int) -> float:
+        """MACs of the head where it is given so many tokens."""
         shape = self.shape
         macs = float(shape.heads_out * shape.dim * shape.classes)
         if shape.latent_pool:  # q, kv, scores and values, projection, MLP of one latent query over the patches
-            pooled = self.tokens - (0 if shape.pool_prefix else shape.prefix)
+            pooled = tokens - (0 if shape.pool_prefix else shape.prefix)
             macs += 2 * shape.dim**2 + pooled * 2 * shape.dim**2 + 2 * pooled * shape.dim + 2 * shape.dim * shape.hidden
         return macs
 
@@ -58,6 +62,8 @@ class CostModel:
         shape = self.shape
         if name == "received":  # the scores are computed again, for every query
             return present * present * shape.attention_dim
+        if name == "similarity":  # cosine of head-mean keys, every token with every other
+            return present * present * (shape.attention_dim // shape.heads)
         if name == "class_row":
             return present * shape.attention_dim
         if name == "ghost":  # one more row through the block

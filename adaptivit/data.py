@@ -1,7 +1,8 @@
 """Images and labels: an image folder or an .npz of arrays, with what is wrong said by name.
 
 A folder holds CLASS/*.jpg, or train/ and val/ (or test/) of that form. An .npz holds train_x, train_y and maybe
-test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`.
+test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`. The name `digits`
+stands for the embedded handwritten digits where there is no such file.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ def splits(path: str | Path) -> dict[str, Labelled]:
     """All the splits that the data has; a set without any is called `all`."""
     path = Path(path)
     if not path.exists():
+        if str(path) == "digits":
+            from . import digits
+
+            return dict(digits.splits())
         raise DataError(f"Data not found: {path}.")
     if path.is_file():
         if path.suffix != ".npz":

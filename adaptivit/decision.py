@@ -15,7 +15,10 @@ A policy is asked before a block, between attention and MLP, and after a block, 
     Merge  tokens leave and fold into another slot       ToMe, EViT's fused token, folding
 
 Any answer may carry `share` [B, N]: how much of each token's current value goes into the readout. Without any
-share the head reads the last values; with shares it reads their sum (A-ViT's class token, ACT, PonderNet, exits).
+share the head reads the last values; with shares it reads their sum (A-ViT's class token, ACT).
+
+Drop, Skip and Merge may carry `count`: how many tokens of every image take part afterwards, where that is the same for
+all and known beforehand. A layout of fixed shapes then need not look.
 """
 
 from __future__ import annotations
@@ -45,8 +48,10 @@ class Drop:
     leaving: Tensor  # [B, N] bool
     # [B, N] 0/1 key weights whose gradient a policy may choose (straight-through); 0 where a token has left
     weight: Tensor | None = None
+    own: bool = True  # whether that gradient also comes through a token's attention to itself (not in DynamicViT)
     zeroed: bool = False  # what a dense head sees of a token that left: zeros (A-ViT) instead of its last value
     share: Tensor | None = None
+    count: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,25 @@ class Skip:
     sitting: Tensor  # [B, N] bool
     gate: Tensor | None = None  # [B, N]
     share: Tensor | None = None
+    count: int | None = None
 
 
 @dataclass(frozen=True)
 class Merge:
     """Row j becomes the sum of scale_i x_i over all i with into_i = j; whoever goes elsewhere leaves for good.
 
-    A token that stays by itself has into = its own slot and scale = 1. ToMe's size-weighted mean has
-    scale_i = size_i / (sum of sizes that meet), EViT's fused token has scale_i = class attention.
+    A token that stays by itself has into = its own slot and scale = 1; into = -1 leaves and folds into nobody.
+    ToMe's size-weighted mean has scale_i = size_i / (sum of sizes that meet), EViT's fused token has scale_i = class
+    attention.
     """
 
     into: Tensor  # [B, N] long
     scale: Tensor  # [B, N]
-    weight: Tensor  # [B, N] weight (size) of each token afterwards
+    size: Tensor | None = None  # [B, N] size of each token from now on: its weight as a key; None leaves sizes alone
+    weight: Tensor | None = None  # as in Drop: 0/1 with a gradient of the policy's choice
+    own: bool = True
     share: Tensor | None = None
+    count: int | None = None
 
 
 Decision = Keep | Drop | Skip | Merge
@@ -94,6 +104,7 @@ class Trace:
     steps: tuple[Step, ...] = ()
     # what the policy itself wants known, on the grid: scores, halt, remainder, plan ... (see its docstring)
     facts: dict[str, Tensor] = field(default_factory=dict)
+    pooled: str = "all"  # what a pooling head read: the last value of "all" tokens, or those "remaining"
 
     @property
     def live(self) -> Tensor:

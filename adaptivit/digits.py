@@ -6,21 +6,33 @@ adaptive model can stop looking at. Placement, colour, background and a slight d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import Tensor
+from torch import Tensor, nn
 
-from .data import Loaded, mix
+from .data import Labelled, Loaded, mix
 
 SIZE, PATCH, BOX = 64, 8, 16  # canvas, patch and digit, in pixels
 MEAN, STD = 0.2, 0.25
 TEST = 360  # digits kept for the report
 PLACEMENTS = 4  # how often each of them is shown
+TRAINING_PLACEMENTS = 6  # how often a training digit is shown in the fixed set
+BACKBONE: dict[str, Any] = {
+    "img_size": SIZE,
+    "patch_size": PATCH,
+    "embed_dim": 64,
+    "depth": 6,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "num_classes": 10,
+}
 
 
 def draw(digits: Tensor, generator: torch.Generator, distort: bool) -> Tensor:
@@ -72,13 +84,45 @@ class Digits:
 
     def testing(self, batch_size: int = 120, seed: int = 1) -> list[Loaded]:
         """Every test digit at several places; the same pictures on every call."""
-        generator = torch.Generator().manual_seed(seed)
-        pictures = torch.cat([draw(self.test_x, generator, distort=False) for _ in range(PLACEMENTS)])
+        pictures = _placed(self.test_x, PLACEMENTS, seed, distort=False)
         labels, index = self.test_y.repeat(PLACEMENTS), torch.arange(len(pictures))
         parts = zip(
             normalise(pictures).split(batch_size), labels.split(batch_size), index.split(batch_size), strict=True
         )
         return [Loaded(images, y, i, []) for images, y, i in parts]
+
+
+def _placed(digits: Tensor, places: int, seed: int, distort: bool) -> Tensor:
+    """Every digit at several places, [places * n, 3, 64, 64] in 0..1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([draw(digits, generator, distort) for _ in range(places)])
+
+
+@functools.cache
+def splits() -> dict[str, Labelled]:
+    """The same digits as a fixed set of 8-bit pictures, for `--data digits`: a tenth of the training digits, which
+    training never sees at any place, is `val`; `test` has the quickstart's test pictures."""
+    digits = Digits.load()
+    held = len(digits.train_x) // 10
+    parts = {
+        "train": (digits.train_x[held:], digits.train_y[held:], TRAINING_PLACEMENTS, 2, True),
+        "val": (digits.train_x[:held], digits.train_y[:held], PLACEMENTS, 3, False),
+        "test": (digits.test_x, digits.test_y, PLACEMENTS, 1, False),
+    }
+    classes = tuple(str(i) for i in range(10))
+    found = {}
+    for name, (x, y, places, seed, distort) in parts.items():
+        pictures = (_placed(x, places, seed, distort) * 255).round().to(torch.uint8)
+        items: Any = pictures.permute(0, 2, 3, 1).contiguous().numpy()
+        found[name] = Labelled(f"digits:{name}", items, y.repeat(places).tolist(), classes)
+    return found
+
+
+def prepare(vit: Any) -> Any:
+    """What sets the backbone `digits_vit` apart from a plain one: where its places start, what its images look like."""
+    nn.init.normal_(vit.pos_embed, std=0.2)  # places must be told apart from the first step on
+    vit.pretrained_cfg = {"mean": (MEAN,) * 3, "std": (STD,) * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
+    return vit
 
 
 def normalise(pictures: Tensor) -> Tensor:

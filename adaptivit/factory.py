@@ -19,6 +19,7 @@ from . import checkpoint
 from .backbone import inspect
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
+from .narrow import narrow
 from .preprocess import Preprocessing
 from .settings import SETTINGS, make
 
@@ -56,8 +57,29 @@ def create(
     model = AdaptiveViT(vit, policy, policy_settings, name)
     if state is not None:
         replace_head = num_classes is not None and num_classes != stored
+        _adopt(model, state, str(weights))
         checkpoint.fit_backbone(vit, state, str(weights), replace_head=replace_head)
-    return model.eval()
+    return _narrowed(model).eval()
+
+
+def _adopt(model: AdaptiveViT, state: dict[str, Any], source: str) -> None:
+    """Take the policy's own parameters out of a file that has them beside the backbone's, as authors publish them."""
+    wanted = model.policy.state_dict()
+    own = {k: state.pop(k) for k in list(state) if k in wanted}
+    if own:
+        checkpoint.check_fit(wanted, own, f"{source} (policy)")
+        model.policy.load_state_dict({k: v.to(wanted[k].dtype) for k, v in own.items()})
+
+
+def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
+    """A static model of smaller width, where its settings ask for one."""
+    settings: Any = model.policy.settings
+    if model.policy_name != "static" or (settings.width is None and (settings.share is None or settings.by == "depth")):
+        return model
+    share = settings.share if settings.width is None else settings.width
+    small = AdaptiveViT(narrow(model.vit, share, of_macs=settings.width is None), "static", model.settings)
+    small.class_names, small.preprocessing = model.class_names, model.preprocessing
+    return small
 
 
 def load(directory: str | Path) -> AdaptiveViT:
@@ -104,7 +126,7 @@ def _from_directory(
     if same:
         checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
         model.policy.load_state_dict(own)
-    return model.eval()
+    return _narrowed(model).eval()
 
 
 def build_backbone(
@@ -138,6 +160,13 @@ def build_backbone(
             return _plain(**(dict(backbone) | given))
         except (TypeError, AssertionError) as error:
             raise UserError(f"backbone: these are not arguments of timm's VisionTransformer ({error}).") from None
+    if backbone == "digits_vit":
+        from . import digits
+
+        if pretrained:
+            raise UserError("digits_vit has no weights to download; train it: adaptivit train --data digits.")
+        small: VisionTransformer = digits.prepare(_plain(**(digits.BACKBONE | given)))
+        return small
     if not timm.is_model(backbone):
         near = timm.list_models(f"*{backbone.split('.')[0][:9]}*")
         hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
@@ -170,7 +199,7 @@ def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
     if model.backbone_name is not None:
         described: dict[str, Any] = {"name": model.backbone_name, "changes": changes}
     else:
-        described = {"name": None, "kwargs": _arguments(vit), "changes": changes}
+        described = {"name": None, "kwargs": arguments(vit), "changes": changes}
     with torch.device("meta"):
         again = build_backbone(described["name"] or described["kwargs"], **changes)
     same = {k: v.shape for k, v in vit.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
@@ -182,7 +211,8 @@ def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
     return described
 
 
-def _arguments(vit: VisionTransformer) -> dict[str, Any]:
+def arguments(vit: VisionTransformer) -> dict[str, Any]:
+    """Keyword arguments that make such a VisionTransformer again."""
     block: Any = vit.blocks[0]
     layer_scale = getattr(block.ls1, "init_values", None)
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -32,13 +33,14 @@ def forward(
 ) -> Output:
     """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act."""
     x = backbone.embed(vit, images)
-    read = x.shape[1] if "tokens" in ask or shape.read == shape.tokens else shape.read
+    dense = not {"tokens", "patches"}.isdisjoint(ask) or shape.read == shape.tokens
+    read = x.shape[1] if dense else shape.read
     layout = layout_type(x, read)
     run = _Run(layout, CostModel(shape, x.shape[1]), read)
     state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
     for layer, block in enumerate(vit.blocks):
         view = View(run, layer, vit, shape, {}, frozenset(ask))
-        taps = Taps(policy.evidence(layer, view.asked), policy.evidence_index)
+        taps = Taps(policy.evidence(layer, view.asked), policy.evidence_index, policy.evidence_gradient)
 
         run.answer(layer, "before", policy.before(view, state))
         run.attended.append(layout.here)
@@ -55,9 +57,19 @@ def forward(
         run.count_evidence(taps.wanted, policy.evidence(layer, frozenset()))
     last = layout.leading()
     readout = last if run.shares is None else run.shares
-    features, logits = backbone.head(vit, readout if shape.read == shape.tokens else readout[:, : shape.read])
+    if shape.read < shape.tokens:
+        readout = readout[:, : shape.read]
+    elif policy.pools_remaining and run.shares is None:
+        readout = layout.remaining()
+        run.pooled = readout.shape[1]
+    features, logits = backbone.head(vit, readout)
     trace = Trace(
-        torch.stack(run.attended), torch.stack(run.updated), shape.prefix, tuple(run.steps), policy.facts(state)
+        torch.stack(run.attended),
+        torch.stack(run.updated),
+        shape.prefix,
+        tuple(run.steps),
+        policy.facts(state),
+        "remaining" if policy.pools_remaining else "all",
     )
     return Output(
         logits=logits,
@@ -67,6 +79,7 @@ def forward(
         costs=run.costs,
         layout=layout.name,
         tokens=last if "tokens" in ask else None,
+        patches=vit.norm(last)[:, shape.prefix :] if "patches" in ask else None,
     )
 
 
@@ -81,6 +94,7 @@ class _Run:
     updated: list[Tensor] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     shares: Tensor | None = None  # [B, read, D]
+    pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     extra: dict[str, Tensor] = field(default_factory=dict)  # [B] MACs beside the blocks
 
     def answer(self, layer: int, when: When, decision: object) -> None:
@@ -108,7 +122,7 @@ class _Run:
         return {
             "embedding": zero + self.costs.embedding,
             "blocks": blocks,
-            "head": zero + self.costs.head,
+            "head": zero + (self.costs.head if self.pooled is None else self.costs.head_over(self.pooled)),
             "policy": self.extra.get("policy", zero),
             "evidence": self.extra.get("evidence", zero),
             "asked": self.extra.get("asked", zero),
@@ -123,7 +137,7 @@ class View:
     layer: int  # 0-based block index
     _vit: VisionTransformer
     shape: Shape
-    found: dict[str, Tensor]  # the evidence it declared for this layer, once the block has come by it
+    found: dict[str, Any]  # the evidence it declared for this layer, once the block has come by it
     asked: frozenset[str]
 
     @property
@@ -136,35 +150,59 @@ class View:
         return self._run.layout.here
 
     @property
-    def weight(self) -> Tensor:
-        """[B, N] weight (size) of every token; 0 where it is absent."""
-        layout = self._run.layout
-        return layout.here.float() if layout.size is None else layout.size * layout.here
+    def patches(self) -> Tensor:
+        """[B, N] bool: the present tokens that are not class, distillation or register tokens."""
+        return self.present & (torch.arange(self.present.shape[1], device=self.present.device) >= self.shape.prefix)
 
     def element(self, index: int) -> Tensor:
         """[B, N] one element of every token's row (float32), 0 where it is absent."""
         layout = self._run.layout
         return layout.grid(layout.rows[..., index].float())
 
-    def mean(self, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """[B, C] mean over present tokens (float32) of their rows, or of a row-wise function of them."""
+    def image(self) -> Tensor:
+        """[B, D] one row an image (float32): the class token, or the mean of the tokens where the head pools them."""
         layout = self._run.layout
-        return layout.mean(layout.rows if of is None else of(layout.rows))
+        if self.shape.read < self.shape.tokens:
+            return layout.leading()[:, 0].float()
+        return layout.mean(layout.rows)
 
-    def apply(self, module: nn.Module, context: Tensor | None = None, *, part: str = "policy") -> Tensor:
+    def apply(self, module: nn.Module, over: Tensor | None = None, *, part: str = "policy") -> Tensor:
         """Run a small row-wise module on every present token: [B, N, ...], 0 where absent; its MACs are counted.
 
-        With `context` [B, C] the module is called as module(rows, context of the row's image).
+        With `over` [B, N] the module is called as module(rows, mean): mean(values [R, C]) gives every row the mean of
+        the values over its image, weighted by `over`.
         """
         layout = self._run.layout
-        out = module(layout.rows) if context is None else module(layout.rows, layout.expand(context))
-        self._run.spend(part, layout.here.sum(-1).double() * row_macs(module))
+
+        def mean(values: Tensor) -> Tensor:
+            return layout.expand(layout.mean(values, over))
+
+        out = module(layout.rows) if over is None else module(layout.rows, mean)
+        self.spend(layout.here.sum(-1).double() * row_macs(module), part=part)
         return layout.grid(out)
 
-    def logits(self) -> Tensor:
-        """[B, classes] what the model's own head says at this point (an exit); counted."""
-        layout, shape = self._run.layout, self.shape
-        leading = layout.leading()[:, : self._run.read if shape.read == shape.tokens else shape.read]
-        some = layout.here.any(-1).double()
-        self._run.spend("policy", some * self._run.costs.head)
-        return backbone.head(self._vit, leading)[1]
+    def apply_to_images(self, module: nn.Module, values: Tensor) -> Tensor:
+        """Run a small module on one row an image, [B, C] -> [B, ...]; 0 for images that have left; counted."""
+        self.spend(self._run.layout.here.any(-1).double() * row_macs(module))
+        return self._where_present(module, values)
+
+    def logits(self, part: str = "policy") -> Tensor:
+        """[B, classes] what the model's own head says at this point (an exit); 0 for images that have left; counted."""
+        shape, leading = self.shape, self._run.layout.leading()
+        self.spend(self._run.layout.here.any(-1).double() * self._run.costs.head, part=part)
+        leading = leading if shape.read == shape.tokens else leading[:, : shape.read]
+        return self._where_present(lambda rows: backbone.head(self._vit, rows)[1], leading)
+
+    def spend(self, macs: Tensor | float, part: str = "policy") -> None:
+        """Count MACs [B] of a policy's own matrix products."""
+        self._run.spend(part, torch.zeros(len(self.present), dtype=torch.float64, device=self.present.device) + macs)
+
+    def _where_present(self, run: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        """`run` on the images that have a token left: on all of them where rows are masked, not moved."""
+        some = self._run.layout.here.any(-1)
+        if not self._run.layout.compact:
+            out = run(values)
+            return torch.where(some.reshape(-1, *[1] * (out.ndim - 1)), out, torch.zeros_like(out))
+        index = some.nonzero()[:, 0]
+        out = run(values[index])
+        return out.new_zeros(len(values), *out.shape[1:]).index_copy(0, index, out)

@@ -35,11 +35,11 @@ class AdaptiveViT(nn.Module):
     def forward(self, images: Tensor, *, layout: str = "auto", ask: Collection[str] = ()) -> Output:
         """Classify `images` [B, C, H, W].
 
-        layout: "masked", "packed" or "auto". ask: facts wanted though they do not act ("plan"), and "tokens" for
-        the last value of every token.
+        layout: "masked", "packed", "gathered" or "auto". ask: facts wanted though they do not act ("plan"), "tokens"
+        for the last value of every token, "patches" for those of the patches after the final norm.
         """
         self._check(images)
-        chosen = layouts.choose(layout, training=self.training, device=images.device)
+        chosen = layouts.choose(layout, training=self.training, device=images.device, equal=self.policy.equal)
         return forward(self.vit, self.shape, self.policy, chosen, images, ask)
 
     def _check(self, images: Tensor) -> None:

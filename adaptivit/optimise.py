@@ -17,16 +17,19 @@ from .model import AdaptiveViT
 def adamw(model: AdaptiveViT, config: TrainConfig) -> torch.optim.AdamW:
     """Weight decay on matrices alone: not on biases, norms, embeddings and the two scalars of a gate."""
     still = model.vit.no_weight_decay()
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            matrix = parameter.ndim > 1 and name.removeprefix("vit.") not in still
-            (decayed if matrix else plain).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": config.weight_decay}]
-    if plain:
-        groups.append({"params": plain, "weight_decay": 0.0})
-    return torch.optim.AdamW(groups, lr=config.lr, fused=True)
+            backbone = name.startswith("vit.")
+            decays = parameter.ndim > 1 and name.removeprefix("vit.") not in still
+            group = {
+                "params": [],
+                "weight_decay": config.weight_decay if decays else 0.0,
+                "share": config.backbone_lr if backbone else 1.0,  # of the learning rate
+                "backbone": backbone,
+            }
+            groups.setdefault((backbone, decays), group)["params"].append(parameter)
+    return torch.optim.AdamW(list(groups.values()), lr=config.lr, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

@@ -22,6 +22,7 @@ class Output:
     costs: CostModel
     layout: str
     tokens: Tensor | None = None  # [B, N, D] last value of every token, when asked for
+    patches: Tensor | None = None  # [B, N - prefix, D] the patches among them after the final norm, when asked for
 
     @property
     def macs(self) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import __version__, settings
 from .config import QuickstartConfig, TrainConfig
 from .data import Loaded
-from .digits import MEAN, PATCH, SIZE, STD, Digits, visible
+from .digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
 from .evaluate import Result, evaluate, paired_difference
 from .factory import create
 from .files import write_bytes, write_json
@@ -31,15 +31,6 @@ from .preprocess import Preprocessing
 from .report import Picture, write_report
 from .train import Trainer, objective
 
-BACKBONE: dict[str, Any] = {
-    "img_size": SIZE,
-    "patch_size": PATCH,
-    "embed_dim": 64,
-    "depth": 6,
-    "num_heads": 2,
-    "mlp_ratio": 2,
-    "num_classes": 10,
-}
 STATIC = TrainConfig(
     data="digits", policy="static", epochs=12, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.2, device="cpu"
 )

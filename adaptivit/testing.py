@@ -70,6 +70,8 @@ def _check(model: AdaptiveViT, what: str) -> None:
     with torch.no_grad():
         masked, packed = model(images, layout="masked"), model(images, layout="packed")
         same_outputs(masked, packed, f"{what}: masked against packed")
+        if model.policy.equal:
+            same_outputs(masked, model(images, layout="gathered"), f"{what}: masked against gathered")
         same_outputs(packed, model(images, layout="packed"), f"{what}: two calls", exact=True)
         for i in range(len(images)):
             _alone(packed, model(images[i : i + 1], layout="packed"), i, f"{what}: image {i} alone")
@@ -105,17 +107,18 @@ def _alone(batch: Output, alone: Output, index: int, what: str) -> None:
 
 def _replayed(model: AdaptiveViT, images: Tensor, recorded: Output, what: str) -> None:
     again = AdaptiveViT(model.vit, "replay", {"trace": recorded.trace}).eval()
-    for layout in ("masked", "packed"):
+    for layout in ("masked", "packed", "gathered") if model.policy.equal else ("masked", "packed"):
         output = again(images, layout=layout)
         _same_trace(recorded.trace, output.trace, f"{what} on {layout}")
         _close(recorded.logits, output.logits, 1e-4, f"{what} on {layout}: logits")
 
 
 def _cost(model: AdaptiveViT, images: Tensor, what: str) -> None:
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        output = model(images, layout="packed")
-    counted, ran = counter.get_total_flops() / 2, float(output.macs.sum())
-    assert abs(counted - ran) <= 1e-9 * counted, f"{what}: {ran:.0f} MACs against torch's count of {counted:.0f}"
+    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            output = model(images, layout=layout)
+        counted, ran = counter.get_total_flops() / 2, float(output.macs.sum())
+        assert abs(counted - ran) <= 1e-9 * counted, f"{what}: {ran:.0f} MACs against torch's count of {counted:.0f}"
 
 
 def _gradients(model: AdaptiveViT, images: Tensor, what: str) -> None:

@@ -30,6 +30,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
                 plain[name] = value
         steps.append([step.layer, step.when, type(step.decision).__name__, plain])
     meta = {"steps": json.dumps(steps), "prefix": str(trace.prefix), "format": "adaptivit-trace-1"}
+    meta["pooled"] = trace.pooled
     write_bytes(path, save({k: v.detach().cpu().clone() for k, v in tensors.items()}, metadata=meta))
 
 
@@ -51,6 +52,7 @@ def load_trace(path: str | Path) -> Trace:
             values = plain | {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{i}.")}
             decision: Decision = _KINDS[kind](**values)
             steps.append(Step(layer, when, decision))
-        return Trace(tensors["attended"], tensors["updated"], int(meta["prefix"]), tuple(steps))
+        pooled = meta.get("pooled", "all")
+        return Trace(tensors["attended"], tensors["updated"], int(meta["prefix"]), tuple(steps), pooled=pooled)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"Damaged trace file: {path} ({error!r}).") from None

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
+from torch import Tensor
 
 from . import data, settings
 from .checkpoint import read_config
@@ -32,6 +33,11 @@ from .objectives import (
     CrossEntropy,
     Distillation,
     DistributionPrior,
+    Exits,
+    Expected,
+    Features,
+    Geometric,
+    KeepRatio,
     Losses,
     Objective,
     Ponder,
@@ -48,12 +54,17 @@ def objective(config: TrainConfig) -> Objective:
     target_depth = TargetDepth(config.sigma, config.mass, config.kl, target, actual, config.mass_tau)
     return Objective(
         {
-            "task": (1.0, CrossEntropy(config.label_smoothing)),
+            "task": (config.task, CrossEntropy(config.label_smoothing)),
             "ponder": (config.ponder, Ponder(config.ponder_form)),
             "target_depth": (config.target_depth, target_depth),
             "prior": (config.prior, DistributionPrior(config.prior_form, config.prior_depth)),
             "budget": (config.budget, Budget(config.budget_share)),
+            "ratio": (config.ratio, KeepRatio()),
+            "exits": (config.exits, Exits(config.label_smoothing)),
+            "expected": (config.expected, Expected(config.label_smoothing)),
+            "geometric": (config.geometric, Geometric()),
             "distill": (config.distill, Distillation(config.distill_temperature)),
+            "features": (config.features, Features()),
         }
     )
 
@@ -81,17 +92,16 @@ class Trainer:
             np.random.seed(mix(config.seed, 1 << 21, step, accelerator.process_index) % 2**32)  # timm draws from there
             images, targets = self.mixup(images, targets)
         self.wrapped.train()
+        self.model.policy.schedule(step / steps_per_epoch)
         with accelerator.autocast():
             output = self.wrapped(images, ask=self.objective.needs)
-            teacher_logits = None
-            if self.teacher is not None:
-                with torch.no_grad():
-                    teacher_logits = self.teacher(images).logits
-        losses = self.objective(output, Batch(targets, teacher_logits))
+        losses = self.objective(output, self.taught(images, targets))
         if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
             losses.check_finite(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, steps_per_epoch)
+            group["lr"] = group["share"] * learning_rate(config, step, steps_per_epoch)
+            if group["backbone"] and step < config.freeze_epochs * steps_per_epoch:
+                group["lr"] = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         # a policy may own parameters that no loss of this run reaches; several processes still wait for their gradient
         idle = [p.sum() for p in self.model.policy.parameters() if p.requires_grad]
@@ -106,6 +116,15 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.model, step)
         return losses, output
+
+    @torch.no_grad()
+    def taught(self, images: Tensor, targets: Tensor) -> Batch:
+        """What a loss may know beside the output: the targets, and what the static model says."""
+        if self.teacher is None:
+            return Batch(targets)
+        with self.accelerator.autocast():
+            said = self.teacher(images, ask=self.objective.needs & {"patches"})
+        return Batch(targets, said.logits, said.patches)
 
 
 def fit(config: TrainConfig, show: bool = True) -> Result:
@@ -167,14 +186,13 @@ def _probe(trainer: Trainer, val: Images) -> None:
     batch = next(data.batches(val, [[0, len(val) - 1]]))
     if len(batch.labels):
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
-        teacher_logits = None if trainer.teacher is None else trainer.teacher(images).logits
         output = trainer.model(images, ask=trainer.objective.needs)
-        trainer.objective(output, Batch(targets, teacher_logits))
+        trainer.objective(output, trainer.taught(images, targets))
 
 
 def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, classes: int) -> Trainer:
     teacher = None
-    if config.distill:
+    if config.distill or config.features:
         teacher = _teacher(config, model.class_names or []).to(accelerator.device)
     optimizer = adamw(model, config)
     wrapped, optimizer = accelerator.prepare(model, optimizer)

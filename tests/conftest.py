@@ -150,7 +150,7 @@ def random_trace(kinds: list[str], seed: int, images: int = 3, slots: int = 17, 
             decision = Drop(leaving, weight=weight, zeroed=kind == "drop_zeroed", share=share)
         elif kind == "merge" and not skipping:
             m = merging(seed + position, live)
-            decision = Merge(m.into, m.scale, m.weight, share=share)
+            decision = Merge(m.into, m.scale, m.size, share=share)
             live = live & (m.into == torch.arange(slots))
         if kind != "none":
             steps.append(Step(layer, when, decision))
@@ -184,7 +184,7 @@ def literal_forward(vit: Any, trace: Trace, images: Tensor) -> tuple[Tensor, Ten
                         del weight[i]
                     here = list(weight)
                 elif isinstance(said, Merge):
-                    old, weight = dict(value), {j: float(said.weight[b, j]) for j in here if said.into[b, j] == j}
+                    old, weight = dict(value), {j: float(said.size[b, j]) for j in here if said.into[b, j] == j}
                     for j in weight:
                         value[j] = torch.stack([said.scale[b, i] * old[i] for i in here if said.into[b, i] == j]).sum(0)
                     here = list(weight)

@@ -275,7 +275,7 @@ def test_other_terms() -> None:
 
 
 def test_gradient_of_key_weights() -> None:
-    """d out_i / d w_j = exp(s_ij) / Z_i (v_j - out_i), for absent keys (w_j = 0) as well."""
+    """d out_i / d w_j = exp(s_ij) / Z_i (v_j - out_i), for absent keys (w_j = 0) as well, whose share is held at 1."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 5, 3, generator=g) for _ in range(3))
     weight = torch.tensor([[1.0, 0.0, 2.5, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0, 0.5]], requires_grad=True)
@@ -292,5 +292,50 @@ def test_gradient_of_key_weights() -> None:
                     z = sum(float(weight[b, n]) * e[n] for n in range(5))
                     literal = sum(float(weight[b, n]) * e[n] / z * v[b, h, n] for n in range(5))
                     assert_close(out[b, h, i], literal)
-                    total += float((e[j] / z * (v[b, h, j] - literal)) @ up[b, h, i])
+                    share = e[j] / z if weight[b, j] > 0 else min(e[j] / z, 1.0)
+                    total += float((share * (v[b, h, j] - literal)) @ up[b, h, i])
             assert float(grad[b, j]) == pytest.approx(total, abs=1e-4)
+
+
+def test_own_weight_without_a_gradient() -> None:
+    """DynamicViT's softmax: e_ij (p_j + (1 - p_j) [i = j]). Where p is 0 or 1 only the gradient of the diagonal differs."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v, up = (torch.randn(2, 2, 5, 3, generator=g, dtype=torch.float64) for _ in range(4))
+    decision = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 1.0]], requires_grad=True)
+    keep = decision.detach()[:, None, :, None] > 0  # rows of dropped tokens are frozen: nobody reads them
+    out = attention.weighted(q.float(), k.float(), v.float(), decision, own=False)
+    (grad,) = torch.autograd.grad((out * keep * up.float()).sum(), decision)
+    p = decision.detach().double().requires_grad_()
+    e = (q @ k.transpose(-2, -1) / math.sqrt(3)).exp()
+    eye = torch.eye(5, dtype=torch.float64)
+    e = e * (p[:, None, None, :] + (1 - p[:, None, None, :]) * eye)
+    literal = e / e.sum(-1, keepdim=True) @ v
+    assert_close(out.double() * keep, literal * keep, 1e-5)
+    (expected,) = torch.autograd.grad((literal * keep * up).sum(), p)
+    live = decision.detach() > 0
+    assert_close(grad.double()[live], expected[live], 1e-5)
+
+
+def test_a_halted_token_hears_of_the_task() -> None:
+    """Straight-through: the task's gradient reaches the scores of tokens that have left, not only of those that stay."""
+    model = tiny("aht", beta=-0.5, straight_through=True).train()
+    model.zero_grad()
+    weights = []
+    halting = adaptivit.policies.halting.Halting
+    real = halting.straight_through
+
+    def spy(self: Any) -> Tensor:
+        weight = real(self)
+        weight.retain_grad()
+        weights.append((weight, ~self.going))
+        return weight
+
+    halting.straight_through = spy
+    try:
+        out = model(pictures(4))
+    finally:
+        halting.straight_through = real
+    out.logits.pow(2).sum().backward()
+    gone = torch.cat([w.grad[left].abs() for w, left in weights if w.grad is not None])
+    assert len(gone) > 10
+    assert (gone > 0).double().mean() > 0.9

@@ -114,7 +114,7 @@ def test_merge_is_a_scaled_sum(make: type[Layout]) -> None:
             met = [scale[b, i] * x[b, i] for i in range(N) if into[b, i] == j and not left[b, i]]
             assert_close(layout.leading()[b, j], torch.stack(met).sum(0) if stays else x[b, j])
             assert bool(layout.live[b, j]) == stays
-            assert float((layout.size * layout.here)[b, j]) == (float(decision.weight[b, j]) if stays else 0.0)  # type: ignore[index]
+            assert float((layout.size * layout.here)[b, j]) == (float(decision.size[b, j]) if stays else 0.0)  # type: ignore[index]
 
 
 def settled(make: type[Layout], case: str) -> tuple[Layout, Tensor]:
@@ -130,7 +130,7 @@ def settled(make: type[Layout], case: str) -> tuple[Layout, Tensor]:
     if case == "merged":
         decision = merging(5, weight > 0)
         layout.carry_out(decision, "between")
-        weight = decision.weight * weight * (decision.into == torch.arange(N))
+        weight = decision.size * weight * (decision.into == torch.arange(N))
         layout.carry_out(Drop(some(8, 0.2)), "after")  # a size leaves with its token
         weight = weight * ~some(8, 0.2)
     if case in ("skipped", "dropped and skipped"):

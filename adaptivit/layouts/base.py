@@ -16,15 +16,39 @@ import torch
 from torch import Tensor
 
 from ..decision import Decision, Drop, Keep, Merge, Skip
+from ..errors import UserError
+from .similarity import Similarity
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """[B, n, ...], [B, k] -> [B, k, ...]: those positions of each image."""
+    shape = index.shape + (1,) * (rows.ndim - 2)
+    return rows.gather(1, index.reshape(shape).expand(-1, -1, *rows.shape[2:]))
+
+
+def same_count(stay: Tensor, count: int | None) -> int:
+    """The number of tokens [B, N] that stay, the same for all images. A given one is believed on a GPU, where a look
+    would make it wait."""
+    if count is not None and stay.is_cuda:
+        return count
+    counts = stay.sum(-1)
+    low, high = int(counts.min()), int(counts.max())
+    if low != high or count not in (None, high):
+        raise UserError(
+            f"Expected as many tokens in every image{'' if count is None else f' ({count})'}, got {low} to {high}. "
+            "Use the layout 'packed' or 'masked'."
+        )
+    return high
 
 
 class Layout(ABC):
     """The rows of one forward pass. A fresh one is made for every call of a model."""
 
     name: str
+    compact = True  # absent rows are not computed
     live: Tensor  # [B, N] bool: has not left
     here: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
-    size: Tensor | None  # [B, N] weight of each token where merges have made some heavier than 1
+    size: Tensor | None  # [B, N] size of each token where merges have made some heavier than 1
     rows: Tensor  # [R, D] of the tokens that take part
 
     def __init__(self, x: Tensor, read: int) -> None:  # x [B, N, D]; the head reads the first `read` slots
@@ -94,8 +118,11 @@ class Layout(ABC):
         """[R, ...] -> [B, N, ...], zero where a token does not take part."""
 
     @abstractmethod
-    def mean(self, values: Tensor) -> Tensor:
-        """[R, C] -> [B, C] mean over the rows that take part, in float32; zero for an image without any."""
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[R, C] -> [B, C] mean over the rows that take part, in float32; zero for an image without any.
+
+        With `weight` [B, N] a weighted mean, over absent rows too where they are still there and have a gradient.
+        """
 
     @abstractmethod
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
@@ -104,6 +131,16 @@ class Layout(ABC):
     @abstractmethod
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         """[B, N] attention a token receives, mean over heads, from `class` (slot 0) or `all` (mean over queries)."""
+
+    @abstractmethod
+    def similarity(self, keys: Tensor) -> Similarity:
+        """[R, d] -> the cosine between the tokens of each image that take part."""
+
+    def remaining(self) -> Tensor:
+        """[B, n, D] the tokens that have not left, in slot order, where every image has as many."""
+        n = same_count(self.live, None)
+        index = (~self.live).long().argsort(dim=-1, stable=True)[:, :n]
+        return take(self.grid(self.rows), index)
 
     @abstractmethod
     def leading(self) -> Tensor:

@@ -5,28 +5,29 @@ Shapes: B images, N slots, D width, H heads, d head width; rows are [B, N, D].
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
 from .base import Layout
+from .similarity import Similarity
 
 
 class Masked(Layout):
     name = "masked"
+    compact = False
 
     def __init__(self, x: Tensor, read: int) -> None:
         super().__init__(x, read)
         self._whole = True  # nobody has left or sits out: masks would change nothing
         self._before: tuple[Tensor, Skip] | None = None
         self._presence: Tensor | None = None  # [B, N] 0/1 with a gradient of the policy's choice
+        self._own = True
 
     def drop(self, decision: Drop) -> None:
         leaving = decision.leaving & self.live
-        self._presence = decision.weight
+        self._presence, self._own = decision.weight, decision.own
         if decision.zeroed:
             self.rows = self.rows.masked_fill(leaving[..., None], 0.0)
         self.live = self.here = self.live & ~leaving
@@ -47,11 +48,15 @@ class Masked(Layout):
 
     def merge(self, decision: Merge) -> None:
         slot = torch.arange(self.slots, device=self.rows.device)
-        moved = self.rows * (decision.scale * self.live)[..., None].to(self.rows.dtype)
-        met = torch.zeros_like(self.rows).scatter_add(1, decision.into[..., None].expand_as(moved), moved)
+        nowhere = decision.into < 0
+        into = torch.where(nowhere, slot, decision.into)
+        scale = decision.scale * (self.live & ~nowhere)
+        moved = self.rows * scale[..., None].to(self.rows.dtype)
+        met = torch.zeros_like(self.rows).scatter_add(1, into[..., None].expand_as(moved), moved)
         self.live = self.here = self.live & (decision.into == slot)
         self.rows = torch.where(self.live[..., None], met, self.rows)
-        self.size = decision.weight
+        self._presence, self._own = decision.weight, decision.own
+        self.size = self.size if decision.size is None else decision.size
         self._whole = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -64,7 +69,7 @@ class Masked(Layout):
             mask = weight | ~weight.any(-1, keepdim=True)
             out = attention.fused(q, k, v, mask[:, None, None, :], dropout=dropout)
         else:
-            out = attention.weighted(q, k, v, weight, dropout=dropout)
+            out = attention.weighted(q, k, v, weight, dropout=dropout, own=self._own)
         return out.transpose(1, 2)
 
     def _key_weight(self) -> Tensor | None:
@@ -72,8 +77,11 @@ class Masked(Layout):
         if self._whole and self._before is None:
             return None
         taught = self._presence if self._presence is not None and self._presence.requires_grad else None
-        given = [w for w in (self.size, taught) if w is not None]  # without a gradient, presence is just `here`
-        return self.here if not given else math.prod(given, start=self.here)
+        if taught is None:  # without a gradient, presence is just `here`
+            return self.here if self.size is None else self.size * self.here
+        # a token that has left keeps the gradient of its weight: that tells it that it was needed
+        weight = taught if self._before is None else taught * ~self._before[1].sitting
+        return weight if self.size is None else weight * self.size
 
     def add(self, delta: Tensor) -> None:
         moved = self.rows + delta
@@ -87,9 +95,9 @@ class Masked(Layout):
         mask = self.here.reshape(self.here.shape + (1,) * (values.ndim - 2))
         return torch.where(mask, values, torch.zeros_like(values))
 
-    def mean(self, values: Tensor) -> Tensor:
-        here = self.here[..., None].float()
-        return (values.float() * here).sum(1) / here.sum(1).clamp_min(1.0)
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        w = (self.here.float() if weight is None else weight)[..., None]
+        return (values.float() * w).sum(1) / w.sum(1).clamp_min(1.0 if weight is None else 1e-6)
 
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
         weight = self._key_weight()
@@ -105,6 +113,10 @@ class Masked(Layout):
         a = attention.probabilities(q, k, self._key_weight()) * self.here[:, None, :, None]
         count = self.here.sum(-1).clamp_min(1)
         return self.grid(a.mean(1).sum(1) / count[:, None])
+
+    def similarity(self, keys: Tensor) -> Similarity:
+        cells = torch.arange(self.live.numel(), device=keys.device).view(self.live.shape)
+        return Similarity([(keys, cells)], self.here)
 
     def leading(self) -> Tensor:
         return self.rows[:, : self.read]

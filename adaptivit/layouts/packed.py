@@ -15,6 +15,7 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
 from .base import Layout
+from .similarity import Similarity
 
 
 class Packed(Layout):
@@ -79,17 +80,17 @@ class Packed(Layout):
 
     def merge(self, decision: Merge) -> None:
         batch, slots = self.live.shape
-        place = torch.full((batch * slots,), -1, device=self.cells.device)
+        place = torch.zeros(batch * slots, dtype=torch.long, device=self.cells.device)
         place[self.cells] = torch.arange(len(self.cells), device=self.cells.device)
-        image = self.cells // slots
-        target = place[image * slots + decision.into.flatten()[self.cells]]
-        moved = self.rows * decision.scale.flatten()[self.cells][:, None].to(self.rows.dtype)
+        into, scale = decision.into.flatten()[self.cells], decision.scale.flatten()[self.cells]
+        target = place[torch.where(into < 0, self.cells, self.cells // slots * slots + into)]
+        moved = self.rows * (scale * (into >= 0))[:, None].to(self.rows.dtype)
         stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
         self._park(self.live & ~stay, zeroed=False)
         self.rows = torch.zeros_like(self.rows).index_add(0, target, moved)
         self._select(stay)
         self.live = self.here = stay
-        self.size = decision.weight
+        self.size = self.size if decision.size is None else decision.size
 
     def _buckets(self) -> Iterator[tuple[slice, int, int]]:
         """(rows, images, length) of each run of images of one length."""
@@ -121,11 +122,16 @@ class Packed(Layout):
         out = values.new_zeros((self.batch * self.slots, *values.shape[1:]))
         return out.index_copy(0, self.cells, values).unflatten(0, (self.batch, self.slots))
 
-    def mean(self, values: Tensor) -> Tensor:
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
         image = self.cells // self.slots
-        total = values.new_zeros(self.batch, values.shape[1], dtype=torch.float32)
-        total = total.index_add(0, image, values.float())
-        return total / self.here.sum(-1, keepdim=True).clamp_min(1)
+        w = (
+            torch.ones(len(values), 1, device=values.device)
+            if weight is None
+            else weight.flatten()[self.cells][:, None]
+        )
+        total = torch.zeros(self.batch, values.shape[1] + 1, device=values.device)
+        total = total.index_add(0, image, torch.cat([values.float() * w, w], 1))
+        return total[:, :-1] / total[:, -1:].clamp_min(1.0 if weight is None else 1e-6)
 
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
         weight = self._row_weight()
@@ -149,6 +155,12 @@ class Packed(Layout):
                 a = attention.probabilities(qb, kb, w).mean((1, 2))
             received.append(a.flatten())
         return self.grid(torch.cat(received) if received else q.new_zeros(0, dtype=torch.float32))
+
+    def similarity(self, keys: Tensor) -> Similarity:
+        parts = []
+        for rows, images, n in self._buckets():
+            parts.append((keys[rows].unflatten(0, (images, n)), self.cells[rows].reshape(images, n)))
+        return Similarity(parts, self.here)
 
     def leading(self) -> Tensor:
         out = self._parked.flatten(0, 1)

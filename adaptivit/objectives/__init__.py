@@ -7,6 +7,9 @@ from .budget import Budget
 from .cross_entropy import CrossEntropy
 from .distillation import Distillation
 from .distribution_prior import DistributionPrior
+from .exits import Exits, Expected, Geometric
+from .features import Features
+from .keep_ratio import KeepRatio
 from .ponder import Ponder
 from .target_depth import TargetDepth
 
@@ -16,6 +19,11 @@ __all__ = [
     "CrossEntropy",
     "Distillation",
     "DistributionPrior",
+    "Exits",
+    "Expected",
+    "Features",
+    "Geometric",
+    "KeepRatio",
     "Losses",
     "Objective",
     "Ponder",

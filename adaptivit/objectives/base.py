@@ -18,6 +18,7 @@ class Batch:
 
     targets: Tensor | None = None  # [B] class indices, or [B, classes] probabilities (mixup)
     teacher_logits: Tensor | None = None  # [B, classes] of the static model
+    teacher_patches: Tensor | None = None  # [B, patches, D] of the static model after the final norm
 
 
 class Term(Protocol):

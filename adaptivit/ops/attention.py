@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A dead key whose logit exceeds every live one would send exp() and the gradient of its weight to infinity.
-_MAX_EXCESS = 20.0
+
+def _bounded(excess: Tensor, weight: Tensor) -> Tensor:
+    """log(exp(s) / Z), held at 0 for keys that have left: one whose logit exceeds all live ones together would send the
+    gradient of its weight towards infinity."""
+    return torch.where(weight > 0, excess, excess.clamp(max=0.0))
 
 
 def fused(
@@ -22,7 +25,7 @@ def fused(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
 
 
-def probabilities(q: Tensor, k: Tensor, weight: Tensor | None) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, weight: Tensor | None, *, own: bool = True) -> Tensor:
     """[B, H, N, N] the attention matrix itself, in float32; `weight` [B, N] may carry gradients, zeros included.
 
     Rows of an image without any key are zero, not NaN.
@@ -32,42 +35,44 @@ def probabilities(q: Tensor, k: Tensor, weight: Tensor | None) -> Tensor:
     if weight is None:
         return s.softmax(-1)
     w = weight.float()[:, None, None, :]
-    present = w > 0
-    top = s.detach().masked_fill(~present, float("-inf")).amax(-1, keepdim=True)
-    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
-    e = (s - top).clamp(max=_MAX_EXCESS).exp() * w
+    if not own:
+        w = torch.where(torch.eye(s.shape[-1], dtype=torch.bool, device=s.device), w.detach(), w)
+    z = torch.logsumexp(s.detach() + w.detach().log(), -1, keepdim=True)
+    e = _bounded(s - z, w).exp() * w
     return e / e.sum(-1, keepdim=True).clamp_min(torch.finfo(e.dtype).tiny)
 
 
-def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float = 0.0) -> Tensor:
+def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float = 0.0, own: bool = True) -> Tensor:
     """Attention with weights [B, N] that may be zero and still get a gradient:
 
     d out_i / d w_j = exp(s_ij) / Z_i (v_j - out_i), which is what tells a halted token that it was needed.
+    With own=False the weight of token j has no gradient through row i = j: to itself a token is always there, as in
+    DynamicViT's training.
     """
     if dropout > 0:
-        return (F.dropout(probabilities(q, k, weight), dropout) @ v.float()).to(v.dtype)
+        return (F.dropout(probabilities(q, k, weight, own=own), dropout) @ v.float()).to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        return _Weighted.apply(q, k, v, weight)  # type: ignore[no-untyped-call]
+        return _Weighted.apply(q, k, v, weight, own)  # type: ignore[no-untyped-call]
 
 
 class _Weighted(torch.autograd.Function):
     """probabilities(q, k, w) @ v with its gradient written out: half the passes over the attention matrix."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, own: bool) -> Tensor:
         scale = q.shape[-1] ** -0.5
         qf, kf, vf, w = (t.float() for t in (q, k, v, weight))
         s = (qf * scale) @ kf.transpose(-2, -1)
         w = w[:, None, None, :]
         z = torch.logsumexp(s + w.log(), -1, keepdim=True)
-        p = (s - z).clamp_(max=_MAX_EXCESS).exp_()  # exp(s) / Z, of absent keys too
+        p = _bounded(s - z, w).exp_()  # exp(s) / Z, of absent keys too
         out = (p * w) @ vf
         ctx.save_for_backward(qf, kf, vf, w, p)
-        ctx.scale, ctx.dtypes = scale, (q.dtype, k.dtype, v.dtype, weight.dtype)
+        ctx.scale, ctx.own, ctx.dtypes = scale, own, (q.dtype, k.dtype, v.dtype, weight.dtype)
         return out.to(v.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, w, p = ctx.saved_tensors
         grad = grad.float()
         a = p * w
@@ -76,5 +81,7 @@ class _Weighted(torch.autograd.Function):
         s = t * w
         grads = ((s @ k) * ctx.scale, (s.transpose(-2, -1) @ q) * ctx.scale, a.transpose(-2, -1) @ grad)
         wanted = t.sum((1, 2)) if ctx.needs_input_grad[3] else None
+        if wanted is not None and not ctx.own:
+            wanted = wanted - t.diagonal(dim1=-2, dim2=-1).sum(1)
         dq, dk, dv = (g.to(d) for g, d in zip(grads, ctx.dtypes, strict=False))
-        return dq, dk, dv, None if wanted is None else wanted.to(ctx.dtypes[3])
+        return dq, dk, dv, None if wanted is None else wanted.to(ctx.dtypes[3]), None

@@ -9,10 +9,26 @@ from typing import Any, TypeVar
 
 from ..backbone import Shape
 from ..errors import UserError, unknown
-from ..settings import SETTINGS, StaticSettings, make
+from ..policy_settings import NoSettings
+from ..settings import SETTINGS, make
 from .base import Policy
 
-_BUILT_IN = {"static": "static:Static", "aht": "aht:AHT", "avit": "avit:AViT", "replay": "replay:Replay"}
+_BUILT_IN = {
+    "static": "static:Static",
+    "aht": "aht:AHT",
+    "avit": "avit:AViT",
+    "mod": "mod:MoD",
+    "amod": "amod:AMoD",
+    "dynamicvit": "dynamicvit:DynamicViT",
+    "evit": "evit:EViT",
+    "tome": "tome:ToMe",
+    "fold": "fold:Fold",
+    "act": "act:ACT",
+    "confidence": "exits:Confidence",
+    "similarity": "exits:SimilarityExit",
+    "pondernet": "pondernet:PonderNet",
+    "replay": "replay:Replay",
+}
 _REGISTERED: dict[str, type[Policy]] = {}
 
 P = TypeVar("P", bound=type[Policy])
@@ -20,7 +36,7 @@ P = TypeVar("P", bound=type[Policy])
 __all__ = ["Policy", "build", "names", "register"]
 
 
-def register(name: str, settings: type = StaticSettings) -> Callable[[P], P]:
+def register(name: str, settings: type = NoSettings) -> Callable[[P], P]:
     """Decorator: make a Policy subclass available under `name`, with its frozen dataclass of settings."""
     if name in _BUILT_IN:
         raise UserError(f"The policy {name!r} is built in; choose another name.")

@@ -13,7 +13,8 @@ slope of a soft step back to the scores, so that the task loss can tell a token 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 from ..backbone import Shape
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
-from ..settings import AHTSettings
+from ..policy_settings import AHTSettings
 from .base import Policy
 from .halting import Halting
+from .selection import fold
 
 if TYPE_CHECKING:
     from ..forward import View
@@ -40,18 +42,19 @@ def normalised(rows: Tensor) -> Tensor:
 class Planner(nn.Module):
     """P_s: a token and the mean of its image -> a target depth (Sec. 3.2, 3.5: a two-layer MLP with ReLU)."""
 
-    def __init__(self, dim: int, low: float, high: float) -> None:
+    def __init__(self, dim: int, width: int, low: float, high: float, context: bool) -> None:
         super().__init__()
-        self.low, self.high = low, high
-        self.hidden = nn.Linear(2 * dim, dim // 2)
-        self.out = nn.Linear(dim // 2, 1)
+        self.low, self.high, self.context = low, high, context
+        self.hidden = nn.Linear(2 * dim if context else dim, width)
+        self.out = nn.Linear(width, 1)
         nn.init.trunc_normal_(self.hidden.weight, std=0.02)
         nn.init.zeros_(self.hidden.bias)
         nn.init.trunc_normal_(self.out.weight, std=0.02)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, rows: Tensor, context: Tensor) -> Tensor:  # [R, D], [R, D] -> [R]
-        joined = torch.cat([normalised(rows), context], dim=-1)
+    def forward(self, rows: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # [R, D] -> [R]
+        token = normalised(rows)
+        joined = torch.cat([token, mean(token)], dim=-1) if self.context else token
         u = self.out(F.relu(self.hidden(joined.to(self.hidden.weight.dtype)))).float()
         return self.low + (self.high - self.low) * torch.sigmoid(u[..., 0])
 
@@ -59,6 +62,7 @@ class Planner(nn.Module):
 @dataclass
 class State:
     halting: Halting
+    size: Tensor  # [B, N] of each token, where patches leave by folding
     plan: Tensor | None = None  # [B, N] the newest plan
     plans: list[Tensor] = field(default_factory=list)  # [B, N] each
     planned: list[Tensor] = field(default_factory=list)  # [B, N] bool: live on entering layer s, so N_k >= s
@@ -76,40 +80,50 @@ class AHT(Policy):
         bad = [s for s in stages if not 1 <= s <= shape.layers]
         if bad:
             raise UserError(f"stages: expected block numbers in 1..{shape.layers}, got {bad[0]}.")
-        if settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
+        attention = settings.feature in ("received", "class_row")
+        if not attention and settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
             raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
+        if shape.prefix == 0 and (settings.feature == "class_row" or settings.planner_context == "class"):
+            raise UserError("This backbone has no class token for feature=class_row or planner_context=class.")
         self.evidence_index = settings.index
         self.offers = frozenset({"plan"}) if stages else frozenset()
         self.gamma = nn.Parameter(torch.tensor(float(settings.gamma)), requires_grad=settings.learn_gate)
         self.beta = nn.Parameter(torch.tensor(float(settings.beta)), requires_grad=settings.learn_gate)
         high = {"1..L": shape.layers, "s..L": shape.layers, "s..L+1": shape.layers + 1}[settings.plan_range]
-        self.planners = nn.ModuleDict(
-            {str(s): Planner(shape.dim, 1 if settings.plan_range == "1..L" else s, high) for s in stages}
-        )
+        width, context = max(1, int(shape.dim * settings.planner_width)), settings.planner_context != "none"
+        low = {s: 1 if settings.plan_range == "1..L" else s for s in stages}
+        self.planners = nn.ModuleDict({str(s): Planner(shape.dim, width, low[s], high, context) for s in stages})
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        feature = self.settings.feature
-        return frozenset() if feature == "residual" or layer == self.shape.layers - 1 else frozenset({feature})
+        if layer == self.shape.layers - 1:
+            return frozenset()
+        read = frozenset({self.settings.feature}) - {"residual"}
+        return read | {"similarity"} if self.settings.leave == "fold" else read
 
     def start(self, view: View) -> State:
         halts = torch.ones_like(view.present)
         if self.settings.class_token == "stays":
             halts[:, : self.shape.prefix] = False
         settings = self.settings
-        return State(Halting(halts, settings.threshold, settings.eps, settings.tau))
+        return State(
+            Halting(halts, settings.threshold, settings.eps, settings.tau), torch.ones(halts.shape).to(halts.device)
+        )
 
     def after(self, view: View, state: State) -> Decision:
         settings, layer, halting = self.settings, view.layer + 1, state.halting
         if str(layer) in self.planners and (settings.plan_weight > 0 or "plan" in view.asked):
             # the planner sees whoever entered this layer, those that halt in it included (Listing 1.1, line 31)
             part = "policy" if settings.plan_weight > 0 else "asked"
-            state.plan = view.apply(self.planners[str(layer)], view.mean(normalised), part=part)
+            over = view.present.float()
+            if settings.planner_context == "class":
+                over = over * (torch.arange(over.shape[1], device=over.device) == 0)
+            state.plan = view.apply(self.planners[str(layer)], over, part=part)
             state.plans.append(state.plan)
             state.planned.append(view.present & halting.halts)
         if view.last:
             logit = torch.zeros_like(halting.cumulative)
         else:
-            feature = view.element(settings.index) if settings.feature == "residual" else view.found[settings.feature]
+            feature = self._feature(view)
             logit = self.gamma.float() * feature + self.beta.float()
             if settings.plan_weight > 0 and state.plan is not None:
                 logit = logit + settings.plan_weight * (layer - state.plan)
@@ -118,7 +132,21 @@ class AHT(Policy):
         if view.last:
             return Keep(share=share)
         weight = halting.presence[-1] if settings.straight_through else None
-        return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
+        if settings.leave == "drop":
+            return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
+        merge = fold(full, view.patches, state.size, view.found["similarity"])
+        assert merge.size is not None
+        state.size = merge.size
+        return replace(merge, weight=weight, share=share)
+
+    def _feature(self, view: View) -> Tensor:
+        """[B, N] what the supervisor reads."""
+        name = self.settings.feature
+        if name == "residual":
+            return view.element(self.settings.index)
+        if name in ("fc1", "gelu"):
+            return view.found[name]
+        return -(view.found[name] * view.present.sum(-1, keepdim=True)).clamp_min(1e-6).log()
 
     def facts(self, state: State) -> dict[str, Tensor]:
         facts = state.halting.facts()

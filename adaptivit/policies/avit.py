@@ -9,18 +9,19 @@ Shapes: B images, N slots, L layers 1..L.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backbone import Shape
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
-from ..settings import AViTSettings
+from ..policy_settings import AViTSettings
 from .base import Policy
 from .halting import Halting
+from .selection import fold
 
 if TYPE_CHECKING:
     from ..forward import View
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 @dataclass
 class State:
     halting: Halting
+    size: Tensor  # [B, N] of each token, where patches leave by folding
     raw: list[Tensor] = field(default_factory=list)  # [B, N] each: h before the last layer's override
 
 
@@ -45,21 +47,43 @@ class AViT(Policy):
         if settings.finish_with_class and shape.read == shape.tokens:
             raise UserError("finish_with_class: the head of this backbone does not read a class token alone.")
         self.leaders = shape.read if settings.finish_with_class else 0
+        self.networks = nn.ModuleList()
+        if settings.gate == "network":  # Sec. 4.3: an extra two-layer network a layer
+            self.offers = frozenset()
+            self.networks = nn.ModuleList(self._network(shape.dim) for _ in range(shape.layers))
+
+    def _network(self, dim: int) -> nn.Module:
+        out = nn.Linear(dim // 2, 1)
+        nn.init.constant_(out.bias, -3.0)  # late halting at first
+        return nn.Sequential(nn.Linear(dim, dim // 2), nn.GELU(), out)
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        return frozenset({"ghost"}) if "raw_scores" in asked else frozenset()
+        ghost = frozenset({"ghost"}) if "raw_scores" in asked & self.offers else frozenset()
+        folds = self.settings.leave == "fold" and layer < self.shape.layers - 1
+        return ghost | {"similarity"} if folds else ghost
 
     def start(self, view: View) -> State:
-        return State(Halting(torch.ones_like(view.present), 1.0, self.settings.eps, self.settings.tau))
+        halting = Halting(torch.ones_like(view.present), 1.0, self.settings.eps, self.settings.tau)
+        return State(halting, torch.ones_like(halting.cumulative))
 
     def after(self, view: View, state: State) -> Decision:
         settings, halting = self.settings, state.halting
-        score = self._score(view.element(settings.index))
-        if "raw_scores" in view.asked:
+        if settings.gate == "network":
+            score = torch.sigmoid(view.apply(self.networks[view.layer])[..., 0].float())
+        else:
+            score = self._score(view.element(settings.index))
+        if "raw_scores" in view.asked & self.offers:
             ghost = self._score(view.found["ghost"][:, settings.index].float())
             state.raw.append(torch.where(halting.going, score, ghost[:, None]))
         full, mass = halting.step(score, view.layer + 1, view.last, self.leaders)
-        return Keep(share=mass) if view.last else Drop(full, zeroed=True, share=mass)
+        if view.last:
+            return Keep(share=mass)
+        if settings.leave == "drop":
+            return Drop(full, zeroed=True, share=mass)
+        merge = fold(full, view.patches, state.size, view.found["similarity"])
+        assert merge.size is not None
+        state.size = merge.size
+        return replace(merge, share=mass)
 
     def _score(self, element: Tensor) -> Tensor:
         return torch.sigmoid(self.settings.gate_scale * element - self.settings.gate_center)

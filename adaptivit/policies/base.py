@@ -21,6 +21,9 @@ class Policy(nn.Module):
     """
 
     offers: frozenset[str] = frozenset()  # facts it can be asked for though they do not act
+    equal = False  # it keeps equally many tokens in every image, in evaluation mode: `gathered` can run it
+    pools_remaining = False  # a pooling head reads the tokens that are left, not the last value of every token
+    evidence_gradient = False  # whether attention and keys that it looks at carry a gradient
     evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
 
     def __init__(self, settings: Any, shape: Shape) -> None:
@@ -54,6 +57,9 @@ class Policy(nn.Module):
     def facts(self, state: Any) -> dict[str, Tensor]:
         """What the policy wants known: tensors on the grid, read by losses and reports (Trace.facts)."""
         return {}
+
+    def schedule(self, epoch: float) -> None:
+        """Training has come to this epoch (a fraction counts); for methods whose rate changes on the way."""
 
     def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
         """Set starting values on one batch before training; returns a line that says what was done."""

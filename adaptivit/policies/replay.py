@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..backbone import Shape
 from ..decision import Decision, Trace, When, detached
 from ..errors import UserError
-from ..settings import ReplaySettings
+from ..policy_settings import ReplaySettings
 from .base import Policy
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Replay(Policy):
         if len(trace.attended) != shape.layers:
             raise UserError(f"replay: the trace has {len(trace.attended)} layers, the backbone {shape.layers}.")
         self.answers = {(step.layer, step.when): step.decision for step in trace.steps}
+        self.pools_remaining = trace.pooled == "remaining"
         self.grid = tuple(trace.attended.shape[1:])
 
     def start(self, view: View) -> None:

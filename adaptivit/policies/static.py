@@ -1,9 +1,52 @@
-"""Static: every token through every block. The baseline, through the same loop."""
+"""Static: every token through every block, or through the first few. The baselines, through the same loop.
+
+With `depth` all tokens leave after that many blocks and the head reads them there (A-ViT's sharp halting; A-MoD's
+isoFLOP models). With `width` the factory has made the backbone narrower (narrow.py).
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..backbone import Shape
+from ..cost import CostModel
+from ..decision import Drop
+from ..errors import UserError
+from ..policy_settings import StaticSettings
 from .base import Policy
+
+if TYPE_CHECKING:
+    from ..forward import View
 
 
 class Static(Policy):
-    """Answers nothing."""
+    """Answers nothing, or that everything leaves after block `depth`."""
+
+    equal = True
+
+    def __init__(self, settings: StaticSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        depth = settings.depth
+        if settings.share is not None and settings.by == "depth":
+            depth = isoflop_depth(shape, settings.share)
+        if depth is not None and depth > shape.layers:
+            raise UserError(f"depth: expected at most the backbone's {shape.layers} blocks, got {depth}.")
+        self.depth = depth or shape.layers
+
+    def after(self, view: View, state: None) -> Drop | None:
+        if view.layer + 1 == self.depth and not view.last:
+            return Drop(torch.ones_like(view.present), count=0)
+        return None
+
+
+def isoflop_depth(shape: Shape, share: float) -> int:
+    """The most blocks that cost at most this share of the whole model."""
+    costs = CostModel(shape, shape.tokens)
+    fixed = costs.embedding + costs.head
+    block = (costs.static - fixed) / shape.layers
+    depth = int((share * costs.static - fixed) / block + 1e-9)
+    if depth < 1:
+        raise UserError(f"share: one block alone costs {(fixed + block) / costs.static:.3f} of the model, got {share}.")
+    return min(depth, shape.layers)

@@ -1,0 +1,153 @@
+"""What a comparison has found so far: OUT/results.csv and the images that every row got right.
+
+OUT/compare.json      what all methods have in common; another comparison is refused
+OUT/results.csv       one row a method and seed, written as soon as it is known; the raw truth
+OUT/correct/SLUG.npz  which images the row got right, so that differences stay paired after a resume
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .bench_config import CompareConfig
+from .errors import UserError
+from .evaluate import Result, paired_difference
+from .files import write_bytes, write_json, write_text
+from .methods import slug
+
+COLUMNS = (
+    *("model", "method", "policy", "settings", "seed", "status", "reason"),
+    *("top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation", "images"),
+    *("epochs", "gmacs", "gmacs_blocks", "gmacs_static", "gmacs_share", "mean_depth", "live"),
+    *("difference", "difference_ci95", "compared_to"),
+    *("images_per_second_masked", "images_per_second_compact", "compact_layout", "speed_masked", "speed_compact"),
+    *("timing_batch", "timing_precision", "timing_device", "timed"),
+    *("seconds_training", "recipe", "commit", "device", "date", "adaptivit", "torch", "timm", "python"),
+)
+TIMING = COLUMNS[COLUMNS.index("images_per_second_masked") : COLUMNS.index("timed") + 1]
+STATIC, TRAINED_ON = "static", "static, trained on"
+
+Row = dict[str, str]
+
+
+class Results:
+    """The rows of one comparison, on disk and in memory; every cell is text, empty where nothing is known."""
+
+    def __init__(self, config: CompareConfig) -> None:
+        """Open the comparison in --out, or begin one; refuse a directory that holds another."""
+        self.path, self.recipe = Path(config.out), config.fingerprint()
+        self.reference = TRAINED_ON if config.start == "static" else STATIC
+        settings, file = self.path / "compare.json", self.path / "results.csv"
+        new = json.loads(json.dumps(config.fixed()))
+        if settings.exists():
+            _same(settings, new)
+        elif file.exists() or (self.path / "config.json").exists():
+            raise UserError(f"{self.path} holds something else than a comparison: pass another --out.")
+        else:
+            write_json(settings, {"compare": new})
+        self.rows: list[Row] = _read(file) if file.exists() else []
+
+    def find(self, method: str, seed: int) -> Row | None:
+        """The finished row of a method, or nothing."""
+        for row in self.rows:
+            wanted = (row["method"], row["seed"], row["recipe"], row["status"]) == (
+                method,
+                str(seed),
+                self.recipe,
+                "ok",
+            )
+            if wanted and self.recall(row) is not None:
+                return row
+        return None
+
+    def put(self, values: Mapping[str, Any], result: Result | None = None) -> None:
+        """Add a row, or replace the one of the same method and seed; what differs from static is worked out anew."""
+        row = {name: _cell(values.get(name)) for name in COLUMNS} | {"recipe": self.recipe}
+        if result is not None:
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, correct=np.array(result.correct), indices=np.array(result.indices))
+            write_bytes(self._correct(row["method"], int(row["seed"])), buffer.getvalue())
+        same = [i for i, r in enumerate(self.rows) if (r["method"], r["seed"]) == (row["method"], row["seed"])]
+        if same:
+            self.rows[same[0]] = row
+        else:
+            self.rows.append(row)
+        self._differences()
+        self.write()
+
+    def write(self) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self.path / "results.csv", text.getvalue())
+
+    def good(self) -> list[Row]:
+        return [row for row in self.rows if row["status"] == "ok"]
+
+    def recall(self, row: Row) -> Result | None:
+        """The row's result as far as a paired difference needs it: which images it got right. Nothing where the file
+        is missing or damaged; the row is then run again."""
+        path = self._correct(row["method"], int(row["seed"]))
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                correct, indices = file["correct"].tolist(), file["indices"].tolist()
+        except Exception:  # a damaged archive can raise anything
+            return None
+        top1 = 100 * sum(correct) / len(correct)
+        unknown: dict[str, Any] = dict.fromkeys(("top5", "gmacs", "gmacs_blocks", "gmacs_static"), math.nan)
+        unknown |= {"mean_depth": math.nan, "live": [], "live_mlp": [], "layout": "", "images_per_second": math.nan}
+        return Result(len(correct), 0, top1, **unknown, correct=correct, indices=indices)
+
+    def _correct(self, method: str, seed: int) -> Path:
+        return self.path / "correct" / f"{slug(method, seed)}.npz"
+
+    def _differences(self) -> None:
+        """Every row against the reference of its seed, on the same images."""
+        references = {r["seed"]: self.recall(r) for r in self.good() if r["method"] == self.reference}
+        for row in self.good():
+            reference = references.get(row["seed"])
+            if reference is None or row["method"] == self.reference:
+                continue
+            own = self.recall(row)
+            if own is not None:
+                mean, half, _ = paired_difference(own, reference)
+                found = {"difference": mean, "difference_ci95": half, "compared_to": self.reference}
+                row.update({k: _cell(v) for k, v in found.items()})
+
+
+def _same(path: Path, new: dict[str, Any]) -> None:
+    try:
+        old = dict(json.loads(path.read_text())["compare"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged; pass another --out.") from None
+    differ = [f"{k} (was {old.get(k)!r}, now {v!r})" for k, v in new.items() if old.get(k) != v]
+    if differ:
+        raise UserError(f"{path.parent} holds another comparison: {'; '.join(differ[:4])}. Pass another --out.")
+
+
+def _read(path: Path) -> list[Row]:
+    try:
+        with path.open(newline="") as file:
+            rows = [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is no CSV file of a comparison ({error}); pass another --out.") from None
+    if any(not row["seed"].isdigit() for row in rows):
+        raise UserError(f"{path} is no CSV file of a comparison (a row without a seed); pass another --out.")
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(f"{x:.2f}" for x in value)
+    return "" if value is None else str(value)

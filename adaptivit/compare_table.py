@@ -1,0 +1,180 @@
+"""The rows of a comparison for people: a table on the screen, the same as Markdown, points for the plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from .bench_config import CompareConfig
+from .compare_results import STATIC, TRAINED_ON, Row
+from .pareto import Point
+
+_MISSING = "—"
+
+
+def interval(top1: float, images: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of an accuracy in %, which holds near 0 and 100 % too."""
+    z, p = 1.96, top1 / 100
+    centre = (p + z * z / (2 * images)) / (1 + z * z / images)
+    half = z / (1 + z * z / images) * math.sqrt(p * (1 - p) / images + z * z / (4 * images * images))
+    return 100 * (centre - half), 100 * (centre + half)
+
+
+def headings(rows: Sequence[Row]) -> list[str]:
+    names = ["method", "top-1 %", "against static", "GMACs", "of static", "mean depth"]
+    if any(row["timed"] for row in rows):
+        names += ["images/s masked", "images/s compact", "speed masked", "speed compact"]
+    return ["method", "seed", *names[1:]] if len({row["seed"] for row in rows}) > 1 else names
+
+
+def lines(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """One line a row, cheapest first, failed ones at the end."""
+    chosen = headings(rows)
+    ordered = sorted(rows, key=lambda r: (r["status"] != "ok", float(r["gmacs"] or "inf"), r["method"], int(r["seed"])))
+    return [{name: _line(row).get(name, "") for name in chosen} for row in ordered]
+
+
+def _line(row: Row) -> dict[str, str]:
+    line = {"method": row["method"], "seed": row["seed"]}
+    if row["status"] != "ok":
+        return line | {"top-1 %": "failed"}
+    low, high = interval(float(row["top1"]), int(row["images"]))
+    line |= {
+        "top-1 %": f"{float(row['top1']):.2f} ± {(high - low) / 2:.2f}",
+        "against static": _MISSING,
+        "GMACs": _digits(float(row["gmacs"])),
+        "of static": f"{100 * float(row['gmacs_share']):.1f} %",
+        "mean depth": f"{float(row['mean_depth']):.2f}",
+    }
+    if row["difference"]:
+        line["against static"] = f"{float(row['difference']) + 0.0:+.2f} ± {float(row['difference_ci95']):.2f}"
+    if row["timed"]:
+        for kind in ("masked", "compact"):
+            line[f"images/s {kind}"] = f"{float(row[f'images_per_second_{kind}']):.1f}"
+            ratio = row[f"speed_{kind}"]
+            line[f"speed {kind}"] = f"{float(ratio):.2f}x" if ratio else _MISSING
+    return line
+
+
+def _digits(value: float) -> str:
+    return f"{value:.4g}" if value < 1 else f"{value:.3f}"
+
+
+def screen(rows: Sequence[Row]) -> Table:
+    table = Table(title="every method under the same recipe, cheapest first", title_justify="left")
+    for name in headings(rows):
+        wide = name in ("method", "top-1 %", "against static")
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold", no_wrap=wide)
+    for line in lines(rows):
+        table.add_row(*line.values(), style="red" if line["top-1 %"] == "failed" else None)
+    return table
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Why rows have no figures, a line each."""
+    failed = [row for row in rows if row["status"] != "ok"]
+    return [f"{row['method']}, seed {row['seed']}, failed: {row['reason']}" for row in failed]
+
+
+def markdown(rows: Sequence[Row], config: CompareConfig) -> str:
+    """A Markdown table with its caption; below it, with several seeds, mean and spread of each method."""
+    text = ["# Comparison", "", *_grid(headings(rows), [list(line.values()) for line in lines(rows)]), ""]
+    text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
+    text += _caption(rows, config)
+    means = _means(rows)
+    if means:
+        text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
+        text += _grid(["method", "seeds", "top-1 %", "against static", "GMACs", "mean depth"], means)
+    if any(row["status"] == "ok" for row in rows):
+        text += ["", "![Accuracy against cost](pareto.png)"]
+    return "\n".join(text) + "\n"
+
+
+def _grid(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    rows = [[cell.replace("|", "\\|") for cell in cells] for cells in body]
+    rule = ["---" if name == "method" else "---:" for name in names]
+    return ["| " + " | ".join(cells) + " |" for cells in (names, rule, *rows)]
+
+
+def _caption(rows: Sequence[Row], config: CompareConfig) -> list[str]:
+    def several(name: str) -> str:
+        return ", ".join(dict.fromkeys(row[name] for row in rows if row[name]))
+
+    good = [row for row in rows if row["status"] == "ok"]
+    reference = TRAINED_ON if config.start == "static" else STATIC
+    text = [f"`{config.command()}`", ""]
+    if good:
+        text += [
+            f"{several('images')} images of {config.data} ({config.split} split), backbone {config.backbone}. "
+            f"± are 95 % intervals: of top-1 alone, and of the paired difference from `{reference}` of the same seed. "
+            f"Epochs: {several('epochs')}. A difference smaller than its interval is not a result.",
+            "",
+        ]
+    timed = [row for row in good if row["timed"]]
+    if timed:
+        text += [
+            f"Time: batches of {several('timing_batch')}, {several('timing_precision')}, {several('timing_device')}, "
+            "all models in turn, median; "
+            f"compact is the layout {several('compact_layout')}; speed is the ratio to static's compact time.",
+            "",
+        ]
+    versions = ", ".join(f"{name} {several(name)}" for name in ("adaptivit", "torch", "timm"))
+    commit = f", commit {several('commit')}" if several("commit") else ""
+    return [
+        *text,
+        f"Seeds {several('seed')}; {several('date')}; {several('device')}; {versions}, Python {several('python')}"
+        f"{commit}. Raw figures: [results.csv](results.csv).",
+    ]
+
+
+def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            groups.setdefault(row["method"], []).append(row)
+    return groups
+
+
+def _means(rows: Sequence[Row]) -> list[list[str]]:
+    """Mean and spread of every method that has several seeds, cheapest first."""
+    found = []
+    for method, group in _groups(rows).items():
+        if len(group) < 2:
+            continue
+        cells = [method, str(len(group))]
+        for name in ("top1", "difference", "gmacs", "mean_depth"):
+            values = [float(row[name]) for row in group if row[name]]
+            mean, spread = (statistics.mean(values), max(values) - min(values)) if values else (math.nan, math.nan)
+            if name == "gmacs":
+                cells.append(f"{_digits(mean)} ({_digits(spread)})")
+            elif values:
+                cells.append(f"{mean + 0.0:{'+' if name == 'difference' else ''}.2f} ({spread:.2f})")
+            else:
+                cells.append(_MISSING)
+        found.append((statistics.mean(float(row["gmacs"]) for row in group), cells))
+    return [cells for _, cells in sorted(found)]
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """One point a method, the mean over its seeds."""
+    found = []
+    for method, group in _groups(rows).items():
+        top1 = statistics.mean(float(row["top1"]) for row in group)
+        low, high = interval(top1, int(group[0]["images"]))
+        speeds = [float(row["images_per_second_compact"]) for row in group if row["images_per_second_compact"]]
+        found.append(
+            Point(
+                label=method,
+                policy=group[0]["policy"],
+                top1=top1,
+                low=low,
+                high=high,
+                gmacs=statistics.mean(float(row["gmacs"]) for row in group),
+                speed=statistics.mean(speeds) if speeds else None,
+                seeds=tuple((float(row["gmacs"]), float(row["top1"])) for row in group) if len(group) > 1 else (),
+            )
+        )
+    return found

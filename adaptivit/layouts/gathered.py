@@ -1,0 +1,134 @@
+"""Gathered: the same number of live rows in every image, so that all shapes are known beforehand. For policies that
+keep a fixed number of tokens (MoD, A-MoD, DynamicViT, EViT, ToMe, fold, static depth).
+
+Shapes: B images, N slots, D width, H heads, d head width; n live tokens an image, rows are [B, n, D]. `places` [B, n]
+says which slot each row is, in rising order, so that the tokens that a head reads come first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..decision import Drop, Merge, Skip
+from ..ops import attention
+from .base import Layout, same_count, take
+from .similarity import Similarity
+
+
+class Gathered(Layout):
+    name = "gathered"
+
+    def __init__(self, x: Tensor, read: int) -> None:
+        super().__init__(x, read)
+        self.places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n]
+        self._parked = x[:, :read]  # [B, read, D] last values of those that left
+        self._aside: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+
+    def _select(self, stay: Tensor, count: int | None) -> Tensor:
+        """Keep the rows with stay [B, N]; returns their positions [B, n'] among the present rows."""
+        n = same_count(stay, count)
+        index = (~stay.gather(1, self.places)).long().argsort(dim=-1, stable=True)[:, :n]
+        self.rows, self.places = take(self.rows, index), self.places.gather(1, index)
+        return index
+
+    def drop(self, decision: Drop) -> None:
+        stay = self.live & ~decision.leaving
+        last = self.leading()
+        if decision.zeroed:
+            last = last.masked_fill((self.live & decision.leaving)[:, : self.read, None], 0.0)
+        self._parked = last
+        self._select(stay, decision.count)
+        self.live = self.here = stay
+
+    def sit_out(self, decision: Skip) -> None:
+        rows, places = self.rows, self.places
+        here = self.live & ~decision.sitting
+        index = self._select(here, decision.count)
+        self._aside = (rows, places, index, decision.gate)
+        self.here = here
+
+    def come_back(self) -> None:
+        if self._aside is None:
+            return
+        rows, places, index, gate = self._aside
+        moved = self.rows
+        if gate is not None:
+            before = take(rows, index)
+            moved = before + gate.gather(1, self.places)[..., None].to(before.dtype) * (moved - before)
+        self.rows = rows.scatter(1, index[..., None].expand_as(moved), moved.to(rows.dtype))
+        self.places, self.here, self._aside = places, self.live, None
+
+    def merge(self, decision: Merge) -> None:
+        slot = torch.arange(self.slots, device=self.live.device)
+        into, scale = decision.into.gather(1, self.places), decision.scale.gather(1, self.places)
+        position = torch.arange(self.places.shape[1], device=self.live.device).expand_as(self.places)
+        place = torch.zeros_like(decision.into).scatter(1, self.places, position)  # [B, N] slot -> position
+        target = torch.where(into < 0, position, place.gather(1, into.clamp_min(0)))
+        moved = self.rows * (scale * (into >= 0))[..., None].to(self.rows.dtype)
+        self._parked = self.leading()
+        self.rows = torch.zeros_like(self.rows).scatter_add(1, target[..., None].expand_as(moved), moved)
+        stay = self.live & (decision.into == slot)
+        self._select(stay, decision.count)
+        self.live = self.here = stay
+        self.size = self.size if decision.size is None else decision.size
+
+    def _row_weight(self) -> Tensor | None:
+        return None if self.size is None else self.size.gather(1, self.places)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        if not self.places.shape[1]:
+            return v
+        weight = self._row_weight()
+        bias = None if weight is None else weight.log().to(q.dtype)[:, None, None, :]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return attention.fused(q, k, v, bias, dropout=dropout).transpose(1, 2)
+
+    def add(self, delta: Tensor) -> None:
+        self.rows = self.rows + delta
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values[:, None].expand(-1, self.places.shape[1], *values.shape[1:])
+
+    def grid(self, values: Tensor) -> Tensor:
+        shape = self.places.shape + (1,) * (values.ndim - 2)
+        out = values.new_zeros((self.batch, self.slots, *values.shape[2:]))
+        return out.scatter(1, self.places.reshape(shape).expand_as(values), values)
+
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        if weight is None:
+            return values.float().sum(1) / max(values.shape[1], 1)
+        w = weight.gather(1, self.places)[..., None]
+        return (values.float() * w).sum(1) / w.sum(1).clamp_min(1e-6)
+
+    def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
+        if not self.places.shape[1]:
+            return empty.expand(self.batch, -1, -1)
+        weight = self._row_weight()
+        weight = torch.ones(self.places.shape, device=q.device) if weight is None else weight
+        return attention.weighted(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), weight)[:, :, 0]
+
+    def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
+        if not self.places.shape[1]:
+            return self.here.float()
+        q, k, weight = q.transpose(1, 2), k.transpose(1, 2), self._row_weight()
+        if queries == "class":  # nothing is received from a class token that has left
+            there = self.places[:, :1] == 0
+            return self.grid(attention.probabilities(q[:, :, :1], k, weight).mean((1, 2)) * there)
+        return self.grid(attention.probabilities(q, k, weight).mean((1, 2)))
+
+    def similarity(self, keys: Tensor) -> Similarity:
+        image = torch.arange(self.batch, device=keys.device)[:, None]
+        return Similarity([(keys, image * self.slots + self.places)], self.here)
+
+    def leading(self) -> Tensor:
+        out = self._parked
+        if self._aside is not None:
+            out = self._put(out, self._aside[0], self._aside[1])
+        return self._put(out, self.rows, self.places)
+
+    def _put(self, out: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """out [B, read, D] with those of the rows in it whose slots the head reads."""
+        place = places[:, : self.read, None].clamp_max(self.read).expand(-1, -1, out.shape[-1])
+        room = torch.cat([out, out[:, :1]], 1)  # one place more, for rows that the head does not read
+        return room.scatter(1, place, rows[:, : self.read].to(out.dtype))[:, : self.read]

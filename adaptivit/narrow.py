@@ -1,0 +1,66 @@
+"""A narrower static ViT out of a wide one: the papers' isoFLOP baseline by width.
+
+The first channels are kept (of every head, of the MLP, of the embedding), so that weights are inherited rather than
+drawn anew; without fine-tuning such a model is no good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from .backbone import inspect
+from .cost import CostModel
+from .errors import UserError
+
+
+def narrow(vit: VisionTransformer, share: float, *, of_macs: bool = False) -> VisionTransformer:
+    """`vit` with this share of its channels, or the widest one that costs at most this share of its MACs."""
+    heads = inspect(vit).heads
+    widths = [d * heads for d in range(1, vit.embed_dim // heads + 1)]
+    if of_macs:
+        allowed = share * _macs(vit)
+        fitting = [w for w in widths if _macs(_make(vit, w, meta=True)) <= allowed]
+        if not fitting:
+            raise UserError(f"share: no width of this backbone costs at most {share} of it.")
+        width = fitting[-1]
+    else:
+        width = min(widths, key=lambda w: abs(w - share * vit.embed_dim))
+    if width == vit.embed_dim:
+        return vit
+    small = _make(vit, width, meta=False)
+    small.load_state_dict(_cut(vit, small))
+    return small.train(vit.training)
+
+
+def _macs(vit: VisionTransformer) -> float:
+    shape = inspect(vit)
+    return CostModel(shape, shape.tokens).static
+
+
+def _make(vit: VisionTransformer, width: int, meta: bool) -> VisionTransformer:
+    from .factory import arguments, build_backbone
+
+    given: dict[str, Any] = arguments(vit) | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
+    with torch.device("meta" if meta else "cpu"):
+        made = build_backbone(given | {"num_classes": vit.num_classes})
+    made.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
+    return made
+
+
+def _cut(vit: VisionTransformer, small: VisionTransformer) -> dict[str, Tensor]:
+    """The wide state dict cut down to the narrow one's shapes; q, k and v are cut head by head."""
+    heads, wide = inspect(vit).heads, vit.state_dict()
+    cut = {}
+    for name, target in small.state_dict().items():
+        value = wide[name]
+        if ".attn.qkv." in name:
+            value = value.unflatten(0, (3, heads, -1))
+            value = value[:, :, : target.shape[0] // (3 * heads)].flatten(0, 2)
+        elif name.endswith(".attn.proj.weight"):
+            value = value.unflatten(1, (heads, -1))[:, :, : target.shape[1] // heads].flatten(1)
+        cut[name] = value[tuple(slice(0, n) for n in target.shape)].clone()
+    return cut

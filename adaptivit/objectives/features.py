@@ -1,0 +1,27 @@
+"""Distillation of features: the kept patches after the final norm against the static model's (DynamicViT).
+
+Shapes: B images, N slots, P patches, D width. Mean squared error over the patches that the last decision keeps; 0 if
+none is kept. Without a fact kept_last, over the patches that the last block computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..output import Output
+from .base import Batch
+
+
+@dataclass(frozen=True)
+class Features:
+    needs: frozenset[str] = frozenset({"patches"})
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        if output.patches is None or batch.teacher_patches is None:
+            raise ValueError("Distillation of features needs ask=('patches',) and batch.teacher_patches.")
+        trace = output.trace
+        kept = trace.facts.get("kept_last", trace.updated[-1])[:, trace.prefix :]  # [B, P]
+        squared = (output.patches.float() - batch.teacher_patches.float()).pow(2).mean(-1)
+        return (squared * kept).sum() / kept.sum().clamp_min(1)

@@ -1,0 +1,46 @@
+"""ACT: the whole image halts, layer by layer (Graves 2016; A-ViT's Table 2 baseline; the form is ours).
+
+Shapes: B images, N slots, D width, L layers 1..L.
+
+    h_l = sigmoid(w . x_l + b)          x_l the class token (the mean token where the head pools), w and b shared
+    N = first l with c_l >= 1 - eps;  output = sum_l p_l x_l with p_l = h_l before N, the remainder at N
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..backbone import Shape
+from ..decision import Decision, Drop, Keep
+from ..policy_settings import ACTSettings
+from .base import Policy
+from .halting import Halting
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+class ACT(Policy):
+    """Facts: those of Halting, the same for every token of an image."""
+
+    def __init__(self, settings: ACTSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        self.gate = nn.Linear(shape.dim, 1)
+        nn.init.trunc_normal_(self.gate.weight, std=0.02)
+        nn.init.constant_(self.gate.bias, settings.bias)
+
+    def start(self, view: View) -> Halting:
+        halts = torch.ones_like(view.present[:, :1])  # one unit an image
+        return Halting(halts, 1.0, self.settings.eps, self.settings.tau)
+
+    def after(self, view: View, state: Halting) -> Decision:
+        logit = view.apply_to_images(self.gate, view.image().to(self.gate.weight.dtype)).float()
+        full, mass = state.step(torch.sigmoid(logit), view.layer + 1, view.last)
+        share = mass.expand(view.present.shape)
+        return Keep(share=share) if view.last else Drop(full.expand(view.present.shape), share=share)
+
+    def facts(self, state: Halting) -> dict[str, Tensor]:
+        return state.facts()

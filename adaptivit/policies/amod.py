@@ -1,0 +1,61 @@
+"""A-MoD: the attention of the block before is the router (Gadhikar et al., Sec. 3, Eq. 2 and 3). No parameters.
+
+Shapes: B images, N slots.
+
+    r_i = mean over heads and query rows of A^{l-1}[:, i]       attention received in the last dense block before
+    Block(X_selected)_i   for the k = ceil(C N) tokens with the highest r, x_i for the others; no gate
+
+With multiply=True the scores gate the block as in MoD (Fig. 7, where it slows learning down).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..backbone import Shape
+from ..decision import Skip
+from ..errors import UserError
+from ..policy_settings import AMoDSettings
+from .base import Policy
+from .mod import routed_blocks, sit_out
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+@dataclass
+class State:
+    received: Tensor | None = None  # [B, N] of the last dense block
+
+
+class AMoD(Policy):
+    equal = True
+
+    def __init__(self, settings: AMoDSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        self.evidence_gradient = settings.multiply
+        self.blocks = frozenset(routed_blocks(settings.blocks, settings.first, shape.layers))
+        if 0 in self.blocks:
+            raise UserError("blocks: block 0 has no attention before it to be routed by; start at block 1.")
+        # where to look: the nearest dense block before every routed one
+        self.looked = frozenset(max(d for d in range(b) if d not in self.blocks) for b in self.blocks)
+
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        return frozenset({"received"}) if layer in self.looked else frozenset()
+
+    def start(self, view: View) -> State:
+        return State()
+
+    def before(self, view: View, state: State) -> Skip | None:
+        if view.layer not in self.blocks:
+            return None
+        assert state.received is not None
+        gate = state.received if self.settings.multiply else None
+        return sit_out(state.received.detach(), view, self.settings.capacity, gate)
+
+    def between(self, view: View, state: State) -> None:
+        if view.layer in self.looked:
+            state.received = view.found["received"]

@@ -1,0 +1,116 @@
+"""DynamicViT: small predictors drop patches in three stages (Rao et al., NeurIPS 2021).
+
+Shapes: B images, N slots, D width, S stages.
+
+Before the blocks 3, 6, 9 a predictor gives every patch log-probabilities of (keep, drop) from its own features and the
+mean of those still kept. Inference: the int(keep^s * patches) best stay. Training: a hard Gumbel-softmax decides, and
+its gradient comes through the key weights (not through a token's attention to itself) and through the kept share.
+
+The module is called score_predictor, as in the authors' state dicts, which load as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..backbone import Shape
+from ..decision import Decision, Drop
+from ..policy_settings import DynamicViTSettings
+from .base import Policy
+from .selection import check_blocks, fold, thirds, top
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+class Predictor(nn.Module):
+    """[R, D] -> [R, 2] log-probabilities of keeping and dropping."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.in_conv = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU())
+        self.out_conv = nn.Sequential(
+            *(nn.Linear(dim, dim // 2), nn.GELU(), nn.Linear(dim // 2, dim // 4), nn.GELU(), nn.Linear(dim // 4, 2))
+        )
+
+    def forward(self, rows: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+        z = self.in_conv(rows)
+        half = z.shape[-1] // 2
+        joined = torch.cat([z[..., :half], mean(z[..., half:]).to(z.dtype)], -1)
+        return F.log_softmax(self.out_conv(joined).float(), -1)
+
+
+@dataclass
+class State:
+    decision: Tensor  # [B, N] 1 for a kept patch, 0 for a dropped one and for prefix tokens; with gradient in training
+    size: Tensor  # [B, N]
+    similarity: Any = None  # of the block before a stage, where patches leave by folding
+    kept: list[Tensor] = field(default_factory=list)  # [B] share of the patches that is kept, each stage
+    scores: list[Tensor] = field(default_factory=list)  # [B, N] log-probability of keeping, each stage
+
+
+class DynamicViT(Policy):
+    """Facts: scores [S, B, N], kept [S, B] share of patches (with gradient), ratios [S], kept_last [B, N]."""
+
+    equal = True
+
+    def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        self.stages = thirds(shape.layers) if settings.stages is None else tuple(sorted(settings.stages))
+        check_blocks("stages", self.stages, 1 if settings.leave == "fold" else 0, shape.layers)
+        self.ratios = [settings.keep ** (i + 1) for i in range(len(self.stages))]
+        self.score_predictor = nn.ModuleList(Predictor(shape.dim) for _ in self.stages)
+
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        folds = self.settings.leave == "fold" and layer + 1 in self.stages
+        return frozenset({"similarity"}) if folds else frozenset()
+
+    def start(self, view: View) -> State:
+        return State(view.patches.float(), torch.ones_like(view.present, dtype=torch.float32))
+
+    def after(self, view: View, state: State) -> None:
+        state.similarity = view.found.get("similarity")
+
+    def before(self, view: View, state: State) -> Decision | None:
+        if view.layer not in self.stages:
+            return None
+        stage = self.stages.index(view.layer)
+        log_p = view.apply(self.score_predictor[stage], over=state.decision)  # [B, N, 2]
+        patches, total = view.patches, view.present.shape[1] - self.shape.prefix
+        state.scores.append(log_p[..., 0].detach())
+        weight, count = None, None
+        if self.training:
+            drawn = F.gumbel_softmax(log_p, tau=1.0, hard=True)[..., 0]
+            state.decision = drawn * state.decision
+            leaving = patches & (state.decision.detach() < 0.5)
+            weight = torch.where(self._prefix(view), torch.ones_like(drawn), state.decision)
+        else:
+            count = min(max(1, int(self.ratios[stage] * total)), int(state.decision.shape[1]) - self.shape.prefix)
+            stay = top(log_p[..., 0], patches, count)
+            leaving = patches & ~stay
+            state.decision = stay.float()
+            count += self.shape.prefix
+        state.kept.append(state.decision.sum(-1) / total)
+        if self.settings.leave == "drop":
+            return Drop(leaving, weight=weight, own=False, count=count)
+        merge = fold(leaving, patches, state.size, state.similarity)
+        assert merge.size is not None
+        state.size = merge.size
+        return replace(merge, weight=weight, own=False, count=count)
+
+    def _prefix(self, view: View) -> Tensor:
+        return torch.arange(view.present.shape[1], device=view.present.device) < self.shape.prefix
+
+    def facts(self, state: State) -> dict[str, Tensor]:
+        return {
+            "scores": torch.stack(state.scores),
+            "kept": torch.stack(state.kept),
+            "ratios": torch.tensor(self.ratios, device=state.decision.device),
+            "kept_last": state.decision.detach() > 0.5,
+        }

@@ -1,0 +1,73 @@
+"""EViT: the class token's attention says which patches stay; the others fuse into one (Liang et al., ICLR 2022).
+
+Shapes: B images, N slots.
+
+Between attention and MLP of the blocks 3, 6, 9: score = the class token's attention row of this block, mean over heads;
+the ceil(keep n) best of n patches stay. The others become one more patch, sum_j a_j x_j with weights not normalised,
+or leave. If all would stay, nothing happens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..backbone import Shape
+from ..decision import Decision, Drop, Merge
+from ..errors import UserError
+from ..policy_settings import EViTSettings
+from .base import Policy
+from .selection import check_blocks, thirds, top
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+class EViT(Policy):
+    """State: the number of patches left, the same in every image."""
+
+    equal = True
+    pools_remaining = True
+    evidence_gradient = True  # the fused patch is a sum with attention as weights
+
+    def __init__(self, settings: EViTSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        if shape.prefix == 0:
+            raise UserError("evit: expected a backbone with a class token, whose attention is the score; use 'fold'.")
+        self.stages = thirds(shape.layers) if settings.stages is None else settings.stages
+        check_blocks("stages", self.stages, 0, shape.layers)
+        self.keep_now = settings.keep  # in training the rate comes down slowly
+
+    def schedule(self, epoch: float) -> None:
+        """1 for warm_epochs, then a cosine down to `keep` over shrink_epochs."""
+        settings = self.settings
+        done = (epoch - settings.warm_epochs) / settings.shrink_epochs if settings.shrink_epochs else 1.0
+        done = 0.0 if epoch < settings.warm_epochs else min(done, 1.0)
+        self.keep_now = settings.keep + (1 - settings.keep) * 0.5 * (1 + math.cos(math.pi * done))
+
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        return frozenset({"class_row"}) if layer in self.stages else frozenset()
+
+    def start(self, view: View) -> list[int]:
+        return [view.present.shape[1] - self.shape.prefix]
+
+    def between(self, view: View, state: list[int]) -> Decision | None:
+        if view.layer not in self.stages:
+            return None
+        keep = self.keep_now if self.training else self.settings.keep
+        before, after = state[-1], math.ceil(keep * state[-1])
+        if after >= before:
+            return None
+        score, patches = view.found["class_row"], view.patches
+        leaving = patches & ~top(score, patches, after)
+        if not self.settings.fuse:
+            state.append(after)
+            return Drop(leaving, count=after + self.shape.prefix)
+        state.append(after + 1)
+        seat = score.masked_fill(~leaving, float("-inf")).argmax(-1, keepdim=True)  # the fused patch sits there
+        slot = torch.arange(leaving.shape[1], device=leaving.device)
+        into = torch.where(leaving, seat, slot)
+        scale = torch.where(leaving, score, torch.ones_like(score))
+        return Merge(into, scale, count=after + 1 + self.shape.prefix)

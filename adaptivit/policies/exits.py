@@ -1,0 +1,73 @@
+"""Early exits: the model's own head is asked after every block, and an image leaves once it has said enough.
+
+Shapes: B images, N slots, L layers 1..L, C classes. No parameters.
+
+    confidence   leave when the largest probability reaches the threshold
+    similarity   leave when the output has stopped changing: mean squared change of the logits (or of the token that the
+                 head reads) from the block before <= threshold                        (A-ViT's Table 2; MSE form)
+
+With patience p the rule must hold p blocks in a row. Trained with the mean of the exits' cross-entropies: with
+ask=('exits',) every exit speaks and nobody leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..decision import Drop
+from .base import Policy
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+@dataclass
+class State:
+    row: Tensor  # [B] blocks in a row that the rule has held
+    exits: list[Tensor] = field(default_factory=list)  # [B, C] each, when asked for
+    before: Tensor | None = None  # [B, ...] the output of the block before
+
+
+class Exits(Policy):
+    """What both rules share. Facts with ask=('exits',): exits [L, B, C]."""
+
+    offers = frozenset({"exits"})
+
+    def start(self, view: View) -> State:
+        return State(torch.zeros(len(view.present), dtype=torch.long, device=view.present.device))
+
+    def after(self, view: View, state: State) -> Drop | None:
+        asked = "exits" in view.asked
+        if asked:
+            state.exits.append(view.logits("asked"))
+            return None
+        if view.last:
+            return None
+        holds = self._holds(view, state)
+        state.row = torch.where(holds, state.row + 1, torch.zeros_like(state.row))
+        return Drop((state.row >= self.settings.patience)[:, None] & view.present)
+
+    def _holds(self, view: View, state: State) -> Tensor:
+        """[B] bool: whether the rule holds after this block."""
+        raise NotImplementedError
+
+    def facts(self, state: State) -> dict[str, Tensor]:
+        return {"exits": torch.stack(state.exits)} if state.exits else {}
+
+
+class Confidence(Exits):
+    def _holds(self, view: View, state: State) -> Tensor:
+        return view.logits().float().softmax(-1).amax(-1) >= self.settings.threshold
+
+
+class SimilarityExit(Exits):
+    def _holds(self, view: View, state: State) -> Tensor:
+        now = view.logits().float() if self.settings.of == "logits" else view.image()
+        before, state.before = state.before, now
+        if before is None:
+            return torch.zeros_like(state.row, dtype=torch.bool)
+        return (now - before).pow(2).mean(-1) <= self.settings.threshold

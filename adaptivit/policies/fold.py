@@ -1,0 +1,111 @@
+"""fold (ours): who is little attended and well represented folds into its likeness. Works without training.
+
+Shapes: B images, N slots.
+
+Between attention and MLP: score_i = attention received_i (1 - best cosine_i)^power, where the cosine is that of
+head-mean keys with the most similar other patch. The patches with the lowest score leave: each joins its most similar
+patch that stays (size-weighted mean; sizes add; attention is proportional to size). So a token that leaves is not lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..backbone import Shape
+from ..cost import CostModel
+from ..decision import Merge
+from ..errors import UserError
+from ..policy_settings import FoldSettings
+from .base import Policy
+from .selection import check_blocks, fold, top
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+@dataclass
+class State:
+    counts: tuple[int, ...]  # patches that leave each block
+    size: Tensor  # [B, N]
+
+
+class Fold(Policy):
+    equal = True
+    pools_remaining = True
+
+    def __init__(self, settings: FoldSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        if settings.evidence == "class" and shape.prefix == 0:
+            raise UserError("evidence: 'class' needs a class token, which this backbone lacks; use 'column'.")
+        stages = tuple(range(settings.blocks, shape.layers)) if settings.stages is None else settings.stages
+        check_blocks("blocks" if settings.stages is None else "stages", stages or (settings.blocks,), 0, shape.layers)
+        self.stages = frozenset(stages)
+        self.look = "received" if settings.evidence == "column" else "class_row"
+
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        return frozenset({self.look, "similarity"}) if layer in self.stages else frozenset()
+
+    def start(self, view: View) -> State:
+        size = torch.ones_like(view.present, dtype=torch.float32)
+        return State(self._counts(view.present.shape[1]), size)
+
+    def _counts(self, tokens: int) -> tuple[int, ...]:
+        settings, shape = self.settings, self.shape
+        if settings.budget is None:
+            return patches_left(tokens - shape.prefix, self.stages, shape.layers, settings.keep)
+        return patches_within(shape, tokens, self.stages, self.look, settings.budget)
+
+    def between(self, view: View, state: State) -> Merge | None:
+        patches, count = view.patches, state.counts[view.layer]
+        if view.layer not in self.stages or count == (state.counts[view.layer - 1] if view.layer else -1):
+            return None
+        similarity, power = view.found["similarity"], self.settings.power
+        score = view.found[self.look]
+        if power:
+            alike, _ = similarity.nearest(patches)
+            score = score * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** power
+        merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity)
+        assert merge.size is not None
+        state.size = merge.size
+        return replace(merge, count=count + self.shape.prefix)
+
+
+def patches_left(patches: int, stages: frozenset[int], layers: int, keep: float) -> tuple[int, ...]:
+    """[L] patches after each block where a share `keep` of them stays at every stage, at least one."""
+    left, exact = [], float(patches)
+    for layer in range(layers):
+        exact = exact * keep if layer in stages else exact
+        left.append(max(1, round(exact)))
+    return tuple(left)
+
+
+def macs(shape: Shape, tokens: int, stages: frozenset[int], look: str, left: tuple[int, ...]) -> float:
+    """What an image costs with so many patches after each block, evidence and similarity included."""
+    costs = CostModel(shape, tokens)
+    updated = torch.tensor([[float(n + shape.prefix)] for n in left], dtype=torch.float64)
+    attended = torch.cat([updated.new_tensor([[float(tokens)]]), updated[:-1]])
+    total = costs.embedding + costs.head + float(costs.blocks(attended, updated))
+    for layer in stages:
+        total += float(sum(costs.evidence(name, attended[layer]) for name in (look, "similarity")))
+    return total
+
+
+@lru_cache(maxsize=64)
+def patches_within(shape: Shape, tokens: int, stages: frozenset[int], look: str, budget: float) -> tuple[int, ...]:
+    """The most patches whose cost is at most `budget` of static's, at one keep share for all stages."""
+    allowed = budget * CostModel(shape, tokens).static
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        keep = (low + high) / 2
+        left = patches_left(tokens - shape.prefix, stages, shape.layers, keep)
+        low, high = (keep, high) if macs(shape, tokens, stages, look, left) <= allowed else (low, keep)
+    left = patches_left(tokens - shape.prefix, stages, shape.layers, low)
+    least = macs(shape, tokens, stages, look, left)
+    if least > allowed:
+        raise UserError(f"budget: these stages cannot cost less than {least / allowed * budget:.3f} of static's MACs.")
+    return left

@@ -1,0 +1,65 @@
+"""MoD: a router sends the best tokens through a block, the others skip it (Raposo et al.; A-MoD Sec. 3, Eq. 1).
+
+Shapes: B images, N slots, D width.
+
+    r_i = x_i . W_l                                            one linear router a routed block, no bias
+    x_i + r_i (Block(X_selected)_i - x_i)   for the k = ceil(C N) tokens with the highest r, x_i for the others
+
+The class token (and every other prefix token) takes one of the k places always. Those who sit out are back in the
+next block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..backbone import Shape
+from ..decision import Skip
+from ..policy_settings import MoDSettings
+from .base import Policy
+from .selection import check_blocks, top
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+def routed_blocks(blocks: tuple[int, ...] | None, first: int, layers: int) -> tuple[int, ...]:
+    """Every second block from `first` on, or those that were named."""
+    chosen = tuple(range(first, layers, 2)) if blocks is None else blocks
+    check_blocks("first" if blocks is None else "blocks", chosen or (first,), 0, layers)
+    return chosen
+
+
+def sit_out(score: Tensor, view: View, capacity: float, gate: Tensor | None = None) -> Skip:
+    """The answer of a routed block: the ceil(C N) best take part, prefix tokens first."""
+    prefix, slots = view.shape.prefix, view.present.shape[1]
+    count = max(math.ceil(capacity * slots), prefix)
+    stay = top(score, view.patches, count - prefix) | (view.present & ~view.patches)
+    return Skip(view.present & ~stay, gate=gate, count=count)
+
+
+class MoD(Policy):
+    equal = True
+
+    def __init__(self, settings: MoDSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        blocks = routed_blocks(settings.blocks, settings.first, shape.layers)
+        self.routers = nn.ModuleDict({str(b): self._router(shape.dim) for b in blocks})
+
+    def _router(self, dim: int) -> nn.Module:
+        last = nn.Linear(dim, 1, bias=False)
+        nn.init.trunc_normal_(last.weight, std=0.02)
+        if self.settings.router == "linear":
+            return last
+        return nn.Sequential(nn.Linear(dim, dim), nn.GELU(), last)
+
+    def before(self, view: View, state: None) -> Skip | None:
+        if str(view.layer) not in self.routers:
+            return None
+        score = view.apply(self.routers[str(view.layer)])[..., 0].float()
+        gate = {"raw": score, "sigmoid": torch.sigmoid(score), "none": None}[self.settings.gate]
+        return sit_out(score.detach(), view, self.settings.capacity, gate)

@@ -1,0 +1,99 @@
+"""ToMe: in every block the r most alike pairs of tokens merge (Bolya et al., ICLR 2023). Works without training.
+
+Shapes: B images, n tokens left in each, d head width.
+
+Between attention and MLP: metric = keys, mean over heads, unit length. Tokens stand in a row; A = even positions,
+B = odd ones. Each A finds its most similar B; the r A's that are most alike to theirs merge into them, as size-weighted
+means, and sizes add. Attention then adds log(size) to key logits (proportional attention). Prefix tokens take no part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backbone import Shape
+from ..decision import Merge
+from ..errors import UserError
+from ..policy_settings import ToMeSettings
+from .base import Policy
+from .selection import join
+
+if TYPE_CHECKING:
+    from ..forward import View
+
+
+def schedule(r: tuple[int, ...] | int, inflection: float, layers: int) -> list[int]:
+    """Tokens to merge in each block: constant, or rising or falling in a line around r, or as listed (then 0)."""
+    if isinstance(r, int) or len(r) == 1:
+        r = r if isinstance(r, int) else r[0]
+        low = int(r * (1.0 - inflection))
+        step = (2 * r - 2 * low) / (layers - 1) if layers > 1 else 0.0
+        return [int(low + step * i) for i in range(layers)]
+    if len(r) > layers:
+        raise UserError(f"r: expected at most {layers} numbers, one a block, got {len(r)}.")
+    return [*r, *[0] * (layers - len(r))]
+
+
+@dataclass
+class State:
+    order: Tensor  # [B, n] slots in the order in which the authors' code would hold them
+    size: Tensor  # [B, N]
+
+
+class ToMe(Policy):
+    equal = True
+    pools_remaining = True
+
+    def __init__(self, settings: ToMeSettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        self.r = schedule(settings.r, settings.inflection, shape.layers)
+
+    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+        return frozenset({"keys"}) if self.r[layer] > 0 else frozenset()
+
+    def start(self, view: View) -> State:
+        slots = torch.arange(view.present.shape[1], device=view.present.device)
+        return State(slots.expand(view.present.shape), torch.ones_like(view.present, dtype=torch.float32))
+
+    def between(self, view: View, state: State) -> Merge | None:
+        order, prefix = state.order, self.shape.prefix
+        n = order.shape[1]
+        r = min(self.r[view.layer], (n - prefix) // 2)
+        if r <= 0:
+            return None
+        a, b = order[:, ::2], order[:, 1::2]  # slots
+        keys = F.normalize(view.found["keys"], dim=-1)
+        wide = (-1, -1, keys.shape[-1])
+        ka, kb = (keys.gather(1, s[..., None].expand(wide)) for s in (a, b))
+        with torch.autocast(keys.device.type, enabled=False):
+            score = ka @ kb.transpose(1, 2)
+        view.spend(float(a.shape[1] * b.shape[1] * keys.shape[-1]))
+        score = score.masked_fill((a < prefix)[:, :, None] | (b < prefix)[:, None, :], float("-inf"))
+        best, partner = score.max(-1)
+        edge = best.argsort(dim=-1, descending=True)
+        gone, stay = edge[:, :r], edge[:, r:]
+        if prefix:  # without a class token the authors leave them by falling similarity
+            stay = stay.sort(dim=-1).values
+        leaving, target = a.gather(1, gone), b.gather(1, partner.gather(1, gone))
+        state.order = _reorder(a.gather(1, stay), b, prefix)
+        into = torch.arange(view.present.shape[1], device=a.device).expand(view.present.shape)
+        into = into.scatter(1, leaving, target)
+        merge = join(into, state.size, view.present)
+        assert merge.size is not None
+        state.size = merge.size
+        return replace(merge, size=merge.size if self.settings.prop_attn else None, count=n - r)
+
+
+def _reorder(stay: Tensor, b: Tensor, prefix: int) -> Tensor:
+    """[B, n - r] the prefix tokens first, then the rest of A, then the rest of B."""
+    both = torch.cat([stay, b], 1)
+    if prefix < 2:
+        return both
+    first = (both >= prefix).long().argsort(dim=-1, stable=True)
+    both = both.gather(1, first)
+    return torch.cat([both[:, :prefix].sort(dim=-1).values, both[:, prefix:]], 1)

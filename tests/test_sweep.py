@@ -1,0 +1,419 @@
+"""The sweep: its space is checked before it runs, no trial is run twice, and the best one is a recipe for `train`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import static
+from test_data import SMALL, npz, refused, run, split_folder
+from test_distributed import environment
+
+from adaptivit import data, sweep, sweep_report, sweep_store
+from adaptivit.config import TrainConfig
+from adaptivit.errors import NotFiniteError, UserError
+from adaptivit.evaluate import Result
+from adaptivit.recipes import get
+from adaptivit.sweep import search
+from adaptivit.sweep_config import SweepConfig, TrialConfig
+from adaptivit.sweep_report import best, front, hypervolume
+from adaptivit.sweep_space import parse, points
+from adaptivit.sweep_store import Record
+
+BASE = TrialConfig(data="photos")
+LR, PONDER = "lr=1e-4|3e-4|1e-3", "ponder=0|0.1"
+
+
+def result(top1: float, share: float) -> Result:
+    figures: dict[str, Any] = {"gmacs": 2 * share, "gmacs_blocks": 2 * share, "gmacs_static": 2.0, "mean_depth": 6.0}
+    return Result(10, 0, top1, 100.0, live=[5.0], live_mlp=[5.0], layout="masked", images_per_second=1.0, **figures)
+
+
+def record(number: int, top1: float, share: float) -> Record:
+    return Record(number, {"lr": f"{number}e-4"}, "finished", {"result": result(top1, share).summary()})
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Trials that only say that they ran: the higher lr, the better and the dearer."""
+    ran: list[TrainConfig] = []
+
+    def trial(config: TrainConfig, show: bool = True) -> Result:
+        ran.append(config)
+        return result(50 + 1e4 * config.lr - config.ponder, 0.5 + 400 * config.lr)
+
+    monkeypatch.setattr(sweep, "run_trial", trial)
+    monkeypatch.setattr(sweep, "_check", lambda *_: None)
+    monkeypatch.setattr(sweep_report, "draw", lambda *_: None)
+    return ran
+
+
+def config(out: Path, *space: str, **changes: Any) -> SweepConfig:
+    base = {k: changes.pop(k) for k in list(changes) if k in TrainConfig.__dataclass_fields__}
+    return SweepConfig(replace(BASE, out=str(out), **base), space or (LR, PONDER), **changes)
+
+
+def pairs(ran: list[TrainConfig]) -> list[tuple[float, float]]:
+    return [(c.lr, c.ponder) for c in ran]
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    with (out / "trials.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- which points ---------------------------------------------------------------------------------------------------
+def test_a_mistake_in_the_space_stops_it_before_anything_runs(tmp_path: Path, fake: Any) -> None:
+    for space in ((LR, "lrr=1|2"), ("lr=1e-4|0",), ()):
+        with pytest.raises(UserError, match=r"lr|space"):
+            search(SweepConfig(replace(BASE, out=str(tmp_path / "out")), space))
+    assert not fake
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_over_a_range_is_refused(tmp_path: Path, fake: Any) -> None:
+    with pytest.raises(UserError, match=r"write lr=v1\|v2\|v3, or --method random"):
+        search(config(tmp_path / "out", "lr=1e-4..1e-3"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_runs_every_point_once_and_goes_on_with_the_rest(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    search(config(tmp_path, trials=4))
+    assert len(fake) == 4
+    search(config(tmp_path, trials=4))
+    assert len(fake) == 4
+    search(config(tmp_path))
+    everything = [(lr, ponder) for lr in (1e-4, 3e-4, 1e-3) for ponder in (0, 0.1)]
+    assert pairs(fake) == everything
+    assert [c.out for c in fake] == [str(tmp_path / "trials" / f"000{i}") for i in range(1, 7)]
+    assert [(r["trial"], r["status"]) for r in rows(tmp_path)] == [(str(i), "finished") for i in range(1, 7)]
+
+
+def test_random_follows_from_the_seed(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    space = ("lr=1e-5..1e-3:log", "ponder=0..1", "epochs=1..4:int", "batch_size=8|16")
+    axes = parse(space, BASE)
+    ten = points(axes, "random", 3, 10)
+    assert points(axes, "random", 3, 20)[:10] == ten
+    assert points(axes, "random", 4, 10) != ten
+    assert all(1e-5 <= p["lr"] <= 1e-3 and 0 <= p["ponder"] <= 1 and p["epochs"] in range(1, 5) for p in ten)  # type: ignore[operator]
+    for name in ("a", "b"):
+        search(config(tmp_path / name, *space, method="random", trials=3, seed=3))
+    assert pairs(fake[:3]) == pairs(fake[3:]) == [(p["lr"], p["ponder"]) for p in ten[:3]]
+
+
+def test_random_draws_no_point_twice(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    search(config(tmp_path, method="random", trials=50))
+    assert len(set(pairs(fake))) == len(fake) == 6
+
+
+def test_tpe_is_reproducible_and_goes_on(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    for out, trials in ((tmp_path / "a", 12), (tmp_path / "b", 5), (tmp_path / "b", 12)):
+        search(config(out, "lr=1e-5..1e-3:log", method="tpe", trials=trials))
+    first, second = pairs(fake[:12]), pairs(fake[12:])
+    assert len(fake) == 24
+    assert first == second
+    assert len(set(first)) == 12
+
+
+def test_another_search_in_the_same_place_is_refused(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    search(config(tmp_path))
+    for changes, said in (
+        ({"lr": 5e-4}, r"lr \(was 0.0001, now 0.0005\)"),
+        ({"objective": "accuracy"}, r"objective \(was 'budget', now 'accuracy'\)"),
+        ({"max_share": 0.5}, "max_share"),
+    ):
+        with pytest.raises(UserError, match=said):
+            search(config(tmp_path, **changes))
+    with pytest.raises(UserError, match="space"):
+        search(config(tmp_path, LR))
+    search(config(tmp_path, workers=1, device="cpu"))  # of the machine
+    assert len(fake) == 6
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        search(config(tmp_path))
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    (tmp_path / "trials").mkdir()
+    with pytest.raises(UserError, match=r"no sweep\.json"):
+        search(config(tmp_path))
+    assert not fake
+
+
+# -- how trials end -------------------------------------------------------------------------------------------------
+def patched(monkeypatch: pytest.MonkeyPatch, fails: Callable[[TrainConfig], BaseException | None]) -> None:
+    inner = sweep.run_trial
+
+    def trial(config: TrialConfig, show: bool = True) -> Result:
+        error = fails(config)
+        if error is not None:
+            raise error
+        return inner(config, show)
+
+    monkeypatch.setattr(sweep, "run_trial", trial)
+
+
+@pytest.mark.parametrize("error", [NotFiniteError("The loss became nan."), torch.OutOfMemoryError("The loss no")])
+def test_a_failing_trial_is_recorded_and_the_rest_runs(
+    tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception
+) -> None:
+    patched(monkeypatch, lambda c: error if c.lr == 1e-3 else None)
+    for _ in range(2):  # and is not run again
+        search(config(tmp_path, LR))
+    assert pairs(fake) == [(1e-4, 0), (3e-4, 0)]
+    found = rows(tmp_path)
+    assert [r["status"] for r in found] == ["finished", "finished", "failed"]
+    assert found[2]["reason"].startswith("The loss")
+    assert found[2]["lr"] == "1e-3"
+    said = capsys.readouterr()
+    assert "1 trials failed" in said.out
+    assert "failed: The loss" in said.err
+
+
+def test_a_combination_that_cannot_be_is_a_failed_trial(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    search(config(tmp_path, "policy.eps=0.01|1.5", "policy.threshold=1|2"))
+    assert [r["status"] for r in rows(tmp_path)] == ["finished", "finished", "failed", "finished"]
+    assert "eps" in rows(tmp_path)[2]["reason"]
+
+
+def test_when_all_fail_the_reason_is_said(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched(monkeypatch, lambda _: UserError("No teacher."))
+    with pytest.raises(UserError, match=r"No trial ended well\. The first one: No teacher"):
+        search(config(tmp_path, LR))
+
+
+@pytest.mark.parametrize("method", ["grid", "tpe"])
+def test_an_interrupted_trial_is_run_again(
+    tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    """By Ctrl-C, and by a death that could tell nobody."""
+    wanted = config(tmp_path, "lr=1e-4|3e-4|1e-3", method=method, trials=3)
+    begun: list[float] = []
+
+    def stop(c: TrainConfig) -> BaseException | None:
+        begun.append(c.lr)
+        return KeyboardInterrupt() if len(begun) == 2 else None
+
+    patched(monkeypatch, stop)
+    with pytest.raises(KeyboardInterrupt):
+        search(wanted)
+    store = sweep_store.Store(wanted, parse(wanted.space, wanted.train))
+    claim = store.claim()
+    assert claim is not None
+    assert (claim.number, claim.params["lr"]) == (2, f"{begun[1]:.0e}".replace("e-0", "e-"))
+    assert store.records()[1].status == "running"
+    claim.lock.release()  # as the system does when a process dies
+    search(wanted)
+    assert begun[2] == begun[1]
+    assert [r["status"] for r in rows(tmp_path)] == ["finished"] * 3
+    assert len(fake) == 3
+
+
+def test_an_interrupted_run_directory_is_resumed(tmp_path: Path) -> None:
+    wanted = config(tmp_path)
+    (tmp_path / "trials" / "0002").mkdir(parents=True)
+    (tmp_path / "trials" / "0002" / "config.json").write_text("{}")
+    assert not sweep.trial_config(wanted, 1, {}).resume
+    assert sweep.trial_config(wanted, 2, {}).resume
+
+
+@pytest.mark.parametrize("method", ["random", "tpe"])
+def test_those_who_share_a_directory_share_the_trials(
+    tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    meet, inner, errors = threading.Barrier(2, timeout=60), sweep.run_trial, []
+    first = threading.local()
+
+    def together(c: TrialConfig, show: bool = True) -> Result:
+        if not getattr(first, "done", False):  # each has a trial of its own before either ends one
+            first.done = True
+            meet.wait()
+        return inner(c, show)
+
+    monkeypatch.setattr(sweep, "run_trial", together)
+
+    def work() -> None:
+        try:
+            search(config(tmp_path, "lr=1e-5..1e-3:log", method=method, trials=8))
+        except BaseException as error:  # a thread's exception is nobody's
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len({c.out for c in fake}) == len(fake) == 8
+    assert len({c.lr for c in fake}) == 8
+    assert [r["status"] for r in rows(tmp_path)] == ["finished"] * 8
+
+
+_WORKER = """
+import sys, time
+from adaptivit.sweep_config import SweepConfig, TrialConfig
+from adaptivit.sweep_space import parse
+from adaptivit.sweep_store import Store
+config = SweepConfig(TrialConfig(data="photos", out=sys.argv[1]), ("lr=1e-4|3e-4|1e-3", "ponder=0|0.1"))
+store = Store(config, parse(config.space, config.train))
+while (claim := store.claim()) is not None:
+    print(claim.number, *claim.params.values(), flush=True)
+    time.sleep(float(sys.argv[2]))
+    store.finish(claim, [1.0], result={})
+"""
+
+
+def test_two_processes_share_the_trials_and_that_of_a_dead_one(tmp_path: Path) -> None:
+    def start(seconds: float) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", _WORKER, str(tmp_path), str(seconds)]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
+
+    dying = start(600)
+    try:
+        assert dying.stdout is not None
+        assert dying.stdout.readline().split() == ["1", "1e-4", "0"]
+    finally:
+        dying.kill()
+        dying.communicate()
+    both = [start(0.1) for _ in range(2)]
+    ran = [line for p in both for line in p.communicate(timeout=60)[0].splitlines()]
+    assert [p.returncode for p in both] == [0, 0]
+    grid = [f"{lr} {ponder}" for lr in ("1e-4", "3e-4", "1e-3") for ponder in ("0", "0.1")]
+    assert sorted(ran) == [f"{i} {point}" for i, point in enumerate(grid, 1)]
+
+
+# -- what is best ---------------------------------------------------------------------------------------------------
+def test_the_budget_chooses_the_best_within_it(tmp_path: Path, fake: list[TrainConfig], capsys: Any) -> None:
+    """Shares 0.54, 0.62, 0.9: the best trial of all is over the budget."""
+    chosen = search(config(tmp_path / "a", LR, objective="budget", max_share=0.67))
+    assert chosen is not None
+    assert chosen.params == {"lr": "3e-4"}
+    assert json.loads((tmp_path / "a" / "best.json").read_text())["within_budget"]
+    assert "over the budget" in capsys.readouterr().err
+    plain = search(config(tmp_path / "b", LR, objective="accuracy"))
+    assert plain is not None
+    assert plain.params == {"lr": "1e-3"}
+    none = search(config(tmp_path / "c", LR, objective="budget", max_share=0.5))
+    assert none is not None
+    assert none.params == {"lr": "1e-4"}
+    assert not json.loads((tmp_path / "c" / "best.json").read_text())["within_budget"]
+    assert "no trial is within 0.5" in capsys.readouterr().out
+
+
+def test_a_trial_in_the_budget_comes_before_a_better_score_over_it() -> None:
+    wanted = SweepConfig(BASE, (LR,), objective="budget", max_share=0.5)
+    over, under = record(1, 90, 0.501), record(2, 60, 0.5)
+    assert sweep_report.score(wanted, 90, 0.501) == pytest.approx(89)
+    assert best(wanted, [over, under]) is under
+    assert best(wanted, [over]) is over
+
+
+def test_front_and_hypervolume_by_hand() -> None:
+    """Three steps, a trial under the front and one dearer than static: 40 * 0.8 + 30 * 0.5 + 10 * 0.2 = 49."""
+    trials = [(40.0, 0.2), (70.0, 0.5), (80.0, 0.8), (60.0, 0.6), (99.0, 1.2)]
+    assert hypervolume(trials) == pytest.approx(49)
+    assert hypervolume([]) == 0
+    assert hypervolume([(50.0, 0.0)]) == 50
+    records = [record(i, *point) for i, point in enumerate(trials)]
+    assert [r.number for r in front(records)] == [0, 1, 2, 4]
+    wanted = SweepConfig(BASE, (LR,), objective="hypervolume")
+    assert best(wanted, records) is records[1]  # 35, the largest rectangle: 32, 35, 16, 24, 0
+
+
+def test_the_hypervolume_is_said_after_every_trial(tmp_path: Path, fake: list[TrainConfig], capsys: Any) -> None:
+    search(config(tmp_path, LR, objective="hypervolume"))
+    said = capsys.readouterr()
+    # 51 % at 0.54, 53 % at 0.62, 60 % at 0.9
+    for value in (51 * 0.46, 51 * 0.46 + 2 * 0.38, 51 * 0.46 + 2 * 0.38 + 7 * 0.1):
+        assert f"hypervolume {value:.2f} %" in said.err
+    assert f"hypervolume {51 * 0.46 + 2 * 0.38 + 7 * 0.1:.2f} %" in said.out
+
+
+@pytest.mark.parametrize("shares", [(0.4, 0.6, 0.9), (1.0, 1.0, 1.0), (0.5,)])
+def test_the_front_is_drawn(tmp_path: Path, shares: tuple[float, ...]) -> None:
+    records = [record(i, 50 + 10 * i, share) for i, share in enumerate(shares)]
+    sweep_report.draw(config(tmp_path), records)
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- for real -------------------------------------------------------------------------------------------------------
+def test_best_json_trains_and_the_test_split_is_not_read(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, out = split_folder(tmp_path / "photos"), tmp_path / "out"
+    for name in ("a", "b", "c"):
+        (where / "test" / name).mkdir(parents=True)
+        (where / "test" / name / "0.png").write_bytes(b"no image")
+    opened, image = [], data.Labelled.image
+    monkeypatch.setattr(data.Labelled, "image", lambda self, i: opened.append(self.name(i)) or image(self, i))
+    common = ("--data", where, *SMALL, "--device", "cpu", "--policy", "avit", "--augment", "none")
+    space = ("--space", "policy.gate_center=0|10", "--objective", "accuracy")
+    assert run("sweep", *common, *space, "--out", out) == 0
+    assert opened
+    assert not [name for name in opened if "/test/" in name]
+    assert f"adaptivit train --recipe {out / 'best.json'}" in capsys.readouterr().out
+    written = json.loads((out / "best.json").read_text())
+    assert not {"data", "out", "resume", "recipe", "device"} & set(written["recipe"])
+    assert (out / "front.png").exists()
+    assert (out / "trials" / "0001" / "model").is_dir()
+    assert not (out / "trials" / "0001" / "checkpoint").exists()
+    recipe = out / "trials" / "0001" / "recipe.json"
+    assert get(str(recipe)).policy == "avit:gate_center=0.0"
+    best_json = out / "best.json"
+    command = ("train", "--recipe", best_json, "--data", where, "--device", "cpu", "--out", tmp_path / "run")
+    assert run(*command, "--lr", "2e-4") == 0
+    ran = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert (ran["recipe"], ran["lr"], ran["batch_size"]) == (str(best_json), 2e-4, 8)
+    assert ran["policy"] == written["recipe"]["policy"]
+
+
+def test_without_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 epochs: the model as it is on the validation images; the recipe leaves the epochs to train."""
+    where = npz(tmp_path / "d.npz")
+    seen, image = set(), data.Labelled.image
+    monkeypatch.setattr(data.Labelled, "image", lambda self, i: seen.add(self.source) or image(self, i))
+    small = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--epochs", 0)
+    words = ("--space", "policy.gate_center=-9..9", "--method", "random", "--trials", 2, "--val-split", 0.25)
+    weights, out = static(tmp_path / "static"), tmp_path / "out"
+    assert run("sweep", "--data", where, *small, *words, "--policy", "avit", "--out", out, "--weights", weights) == 0
+    assert seen == {f"{where}:train"}  # the part that was held out
+    assert [r["status"] for r in rows(out)] == ["finished"] * 2
+    assert "epochs" not in json.loads((out / "best.json").read_text())["recipe"]
+    assert get(str(out / "best.json")).epochs == TrainConfig.epochs
+
+
+def test_what_is_wrong_with_every_trial_is_said_first(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, where = tmp_path / "out", npz(tmp_path / "d.npz")
+    words = ("--space", LR, "--out", out, *SMALL, "--device", "cpu")
+    assert "Data not found" in refused(capsys, "sweep", "--data", tmp_path / "none", *words)
+    missing = ("--weights", tmp_path / "none.safetensors")
+    assert "none.safetensors" in refused(capsys, "sweep", "--data", where, *words, *missing)
+    assert "Did you mean 'lr'" in refused(capsys, "sweep", "--data", where, "--out", out, "--space", "lrr=1|2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "several with the same --out" in refused(capsys, "sweep", "--data", where, *words)
+    assert not out.exists()
+
+
+def test_without_optuna_the_extra_is_named(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r'pip install "adaptivit\[sweep\]"'):
+        search(config(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_is_the_base_of_a_sweep(tmp_path: Path, fake: list[TrainConfig]) -> None:
+    words = ("--recipe", "avit-tiny", "--data", "photos", "--out", tmp_path, "--epochs", 3, "--trials", 1)
+    assert run("sweep", *words, "--space", LR) == 0
+    assert fake[0].prior == get("avit-tiny").prior > 0
+    assert (fake[0].epochs, fake[0].policy, fake[0].lr) == (3, get("avit-tiny").policy, 1e-4)
