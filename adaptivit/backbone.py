@@ -33,6 +33,7 @@ class Shape:
     patch_macs: int  # multiply-accumulates to embed one patch
     classes: int
     heads_out: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
+    class_token: bool
     read: int  # leading slots that the head reads; `tokens` when it pools over patches
     gated: bool = False  # attention output gate (a linear layer more)
     latent_pool: bool = False  # attention pooling head
@@ -87,6 +88,7 @@ def inspect(vit: nn.Module) -> Shape:
         patch_macs=projection.weight.numel(),
         classes=vit.num_classes if heads_out else vit.embed_dim,
         heads_out=heads_out,
+        class_token=vit.has_class_token,
         read=(2 if distilled else 1) if token_read else tokens,
         gated=first.attn.gate is not None,
         latent_pool=vit.attn_pool is not None,

@@ -9,13 +9,13 @@ import torch
 
 from . import data, settings
 from .bench_config import CompareConfig
-from .checkpoint import read_config
 from .compare_results import STATIC, TRAINED_ON
 from .config import TrainConfig
-from .data import Images, Labelled
+from .data import Labelled
 from .factory import create, load
 from .methods import parse_method, slug
 from .model import AdaptiveViT
+from .start import calibrate
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,5 @@ def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
     )
     if training.weights is None:
         model.class_names = list(some.classes)
-    if "beta" not in values and not _holds(training.weights, policy):  # as training does before its first step
-        images = Images(some.spread(64), model.preprocessing.evaluation())
-        batch = next(data.batches(images, data.in_order(len(images), 64)))
-        if len(batch.labels):
-            model.policy.calibrate(model, batch.images)
+    calibrate(model, values, training.weights, some, "cpu")  # as training does before its first step
     return model
-
-
-def _holds(weights: str | None, policy: str) -> bool:
-    """Whether the weights bring a trained policy of this kind, whose gate is not to be reset."""
-    return weights is not None and Path(weights).is_dir() and bool(read_config(weights)["policy"] == policy)

@@ -172,7 +172,17 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
             _positive(name, getattr(self, name))
-        weights: tuple[str, ...] = ("task", "ponder", "target_depth", "prior", "budget", "ratio", "exits", "expected", "geometric")
+        weights: tuple[str, ...] = (
+            "task",
+            "ponder",
+            "target_depth",
+            "prior",
+            "budget",
+            "ratio",
+            "exits",
+            "expected",
+            "geometric",
+        )
         weights += ("distill", "features", "mixup", "cutmix", "backbone_lr", "freeze_epochs")
         steps = ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "checkpoint_steps")
         for name in (*weights, *steps, "workers", "seed"):
@@ -216,7 +226,7 @@ class EvaluateConfig:
     model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
     split: Literal["auto", "train", "val", "test"] = "auto"
     """Which part of the data; auto: test, else val, else all of it."""
-    layout: Literal["auto", "masked", "packed"] = "auto"
+    layout: Literal["auto", "masked", "packed", "gathered"] = "auto"
     """How live tokens are stored."""
     batch_size: int = 64
     """Images at a time."""
@@ -260,7 +270,7 @@ class PredictConfig:
     """Write there instead of printing."""
     class_names: str | None = None
     """Text file with one class name a line; default: the checkpoint's."""
-    layout: Literal["auto", "masked", "packed"] = "auto"
+    layout: Literal["auto", "masked", "packed", "gathered"] = "auto"
     """How live tokens are stored."""
     batch_size: int = 32
     """Images at a time."""

@@ -67,7 +67,8 @@ def evaluate(
             continue
         images, labels = batch.images.to(device, dtype), batch.labels.to(device)
         start = time.perf_counter()
-        output = model(images, layout=layout, ask=ask)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # fp32 means fp32, in the patch embedding too
+            output = model(images, layout=layout, ask=ask)
         top = output.logits.topk(min(5, output.logits.shape[1]), dim=1).indices
         hit = (top == labels[:, None]).cpu()  # waits for the device
         sums.seconds += time.perf_counter() - start

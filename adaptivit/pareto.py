@@ -8,35 +8,32 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from .errors import UserError
 from .pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
 # One colour a policy, the same in every plot; policies of one's own take those that are left.
 COLOURS = {
-    "static": MUTED,
-    "aht": ACCENT,
-    "avit": "#d1495b",
-    "amod": "#3d5a98",
-    "mod": "#8ab0e0",
-    "dynamicvit": "#e08e1b",
-    "evit": "#8e5aa8",
-    "tome": "#4c9a2a",
-    "fold": "#a3a51c",
-    "act": "#8c6239",
-    "confidence": "#c86fb0",
-    "similarity": "#2aa6c9",
-    "pondernet": "#5b5f97",
-}
+    "static": MUTED, "aht": ACCENT, "avit": "#d1495b", "amod": "#3d5a98", "mod": "#8ab0e0", "dynamicvit": "#e08e1b",
+    "evit": "#8e5aa8", "tome": "#4c9a2a", "fold": "#a3a51c", "act": "#8c6239", "confidence": "#c86fb0",
+    "similarity": "#2aa6c9", "pondernet": "#5b5f97",
+}  # fmt: skip
 _SPARE = ("#b3541e", "#7a9e9f", "#e36588", "#39375b", "#9a031e", "#606c38")
-_PLOT, _HEIGHT = 760, 560  # pixels of one plot
-_LEFT, _RIGHT, _BELOW, _ABOVE = 104, 48, 92, 112
+_PLOT, _HEIGHT = 660, 540  # pixels of one plot
+_LEFT, _RIGHT, _BELOW, _ABOVE = 100, 40, 84, 112
 _GAP = 3  # pixels between a label and what it must not touch
+_ROW = 24  # pixels of a line of the legend, and of points below the axis
+FEW = 10  # so many points have their full names
+_FAR = 12.0  # points of top-1 below static that are off the axis
+_DASHED = (0, (4, 3))
+_PIXELS: dict[str, Any] = {"xytext": (0, 0), "textcoords": "offset pixels", "parse_math": False}
+_STEPS = [1, 2, 2.5, 5, 10]  # of the ticks
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
 
@@ -48,11 +45,14 @@ class Point:
     label: str
     policy: str
     top1: float  # %
-    low: float  # its 95 % interval
+    low: float  # its 95 % interval; the same as top1 where it has none
     high: float
     gmacs: float
     speed: float | None = None  # images/s, where it was measured
     seeds: tuple[tuple[float, float], ...] = ()  # (GMACs, top-1) of every seed, where there are several
+    paired: bool = False  # the interval is that of the difference from static on the same images
+    short: str = ""  # what is written at it; its label where empty
+    curve: str = ""  # points with the same are joined; the policy where empty
 
 
 def pareto(points: Sequence[Point], *, detail: str = "", reference: str = "static") -> bytes:
@@ -60,29 +60,36 @@ def pareto(points: Sequence[Point], *, detail: str = "", reference: str = "stati
 
     detail: what goes under the title. reference: the label of the point whose level is drawn as a line.
     """
+    return _png(drawn(points, detail, reference))
+
+
+def drawn(points: Sequence[Point], detail: str = "", reference: str = "static") -> Any:
+    """The figure of pareto()."""
     if not points:
         raise UserError("Expected at least one method to plot, got none.")
     timed = all(p.speed is not None for p in points)
     width = _LEFT + _PLOT + _RIGHT
-    figure = _figure(2 * width if timed else width, _BELOW + _HEIGHT + _ABOVE)
     colours = _colours(points)
-    axes = _axes(figure, _LEFT, _BELOW, _PLOT, _HEIGHT)
+    rows = math.ceil((len(colours) + 1) / ((width * (1 + timed) - 60) // 150)) if len(colours) > 1 else 0
+    below = _BELOW + _ROW * rows + 10 * bool(rows)
+    figure = _figure(width * (1 + timed), below + _HEIGHT + _ABOVE)
+    if rows:
+        _legend(figure, colours, math.ceil((len(colours) + 1) / rows))
     level = next((p.top1 for p in points if p.label == reference), None)
     unit = 1e3 if max(p.gmacs for p in points) < 0.1 else 1.0
-    _draw(axes, points, [unit * p.gmacs for p in points], colours, level, cheap=True)
-    for p in points:
-        for gmacs, top1 in p.seeds:
-            axes.scatter([unit * gmacs], [top1], s=9, color=colours[p.policy], alpha=0.45, linewidth=0, zorder=3)
-    axes.set_xlabel(
-        f"{'GMACs' if unit == 1 else 'MMACs'} an image (less is cheaper)", fontsize=8, color=MUTED, labelpad=8
-    )
-    _headline(axes, "Accuracy against work", detail or "top-1 % with its 95 % interval")
+    axes = _axes(figure, _LEFT, below, _PLOT, _HEIGHT)
+    _Panel(axes, points, [unit * p.gmacs for p in points], colours, level, cheap=True).draw()
+    axes.set_xlabel(f"{'GMACs' if unit == 1 else 'MMACs'} an image (less is cheaper)", fontsize=8, color=MUTED)
+    _headline(axes, "Accuracy against work", detail.removesuffix(", 95 % intervals"))
+    note = axes.annotate(_bars(points, reference), (0, 1), xycoords="axes fraction", color=MUTED, **_PIXELS)
+    note.set(position=(0, 10), fontsize=8)
     if timed:
-        axes = _axes(figure, width + _LEFT, _BELOW, _PLOT, _HEIGHT)
-        _draw(axes, points, [p.speed or 0.0 for p in points], colours, level, cheap=False)
-        axes.set_xlabel("images/s, measured (more is faster)", fontsize=8, color=MUTED, labelpad=8)
+        axes = _axes(figure, width + _LEFT, below, _PLOT, _HEIGHT)
+        _Panel(axes, points, [p.speed or 0.0 for p in points], colours, level, cheap=False).draw()
+        log = ", log scale" if axes.get_xscale() == "log" else ""
+        axes.set_xlabel(f"images/s, measured{log} (more is faster)", fontsize=8, color=MUTED)
         _headline(axes, "Accuracy against measured speed", "compact layout, all models in turn, median")
-    return _png(figure)
+    return figure
 
 
 def front(points: Sequence[Point], x: Sequence[float], cheap: bool) -> list[int]:
@@ -96,110 +103,183 @@ def front(points: Sequence[Point], x: Sequence[float], cheap: bool) -> list[int]
     return kept if cheap else kept[::-1]
 
 
+def below_axis(points: Sequence[Point], level: float | None) -> set[int]:
+    """Indices of the points so far below static that they would press all others into a line."""
+    top = max(p.top1 for p in points) if level is None else level
+    found = {i for i, p in enumerate(points) if p.top1 < top - _FAR}
+    return found if len(points) - len(found) >= 3 else set()
+
+
+# -- drawing --------------------------------------------------------------------------------------------------------
 def _colours(points: Sequence[Point]) -> dict[str, str]:
-    others = [p for p in dict.fromkeys(p.policy for p in points) if p not in COLOURS]
-    return COLOURS | {policy: _SPARE[i % len(_SPARE)] for i, policy in enumerate(others)}
+    spare = itertools.cycle(_SPARE)
+    return {policy: COLOURS.get(policy) or next(spare) for policy in dict.fromkeys(p.policy for p in points)}
 
 
-def _draw(
-    axes: Any,
-    points: Sequence[Point],
-    x: Sequence[float],
-    colours: dict[str, str],
-    level: float | None,
-    cheap: bool,
-) -> None:
-    _limits(axes, points, x)
-    axes.grid(True, color=FAINT, linewidth=0.7, zorder=0)
-    axes.set_axisbelow(True)
-    for locate in (axes.xaxis, axes.yaxis):
-        locate.set_major_locator(MaxNLocator(6))
-    axes.set_ylabel("top-1 %", fontsize=8, color=MUTED, labelpad=8)
-    kept = front(points, x, cheap)
-    lines = _level(axes, level) + _front_line(axes, [(x[i], points[i].top1) for i in kept], cheap)
-    faint = 0.5 if len(points) <= 14 else 0.35
-    for i, p in enumerate(points):
-        colour = colours[p.policy]
-        axes.plot([x[i], x[i]], [p.low, p.high], color=colour, linewidth=1.3, alpha=faint, zorder=3)
-        lines.append(_thin(axes, (x[i], p.low), (x[i], p.high)))
-        edge = INK if i in kept else "white"
-        axes.scatter([x[i]], [p.top1], s=46, color=colour, edgecolor=edge, linewidth=1.1, zorder=5)
-    _labels(axes, points, x, colours, lines)
+def _bars(points: Sequence[Point], reference: str) -> str:
+    kinds = {p.paired for p in points if p.high > p.low}
+    what = f"the paired difference from {reference}" if True in kinds else "top-1"
+    return f"bars: 95 % interval of {what}" if kinds else ""
 
 
-def _level(axes: Any, level: float | None) -> list[Box]:
-    """Static's accuracy as a dashed line; returns where it runs, for the labels to keep away."""
-    if level is None:
-        return []
-    axes.axhline(level, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
-    left, right = axes.get_xlim()
-    return [_thin(axes, (left, level), (right, level))]
+def _legend(figure: Any, colours: dict[str, str], columns: int) -> None:
+    dot: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white", "linewidth": 1.2}
+    handles = [
+        Line2D([], [], color=colour, label=name, linestyle=_DASHED if name == "static" else "-", **dot)
+        for name, colour in colours.items()
+    ]
+    handles.append(Line2D([], [], color=INK, alpha=0.35, linewidth=1.2, label="front"))
+    style = {"fontsize": 8, "labelcolor": INK, "handlelength": 2.6, "columnspacing": 1.8, "borderpad": 0}
+    place = (0.5, 8 / figure.bbox.height)
+    figure.legend(handles=handles, ncols=columns, loc="lower center", bbox_to_anchor=place, frameon=False, **style)
 
 
-def _front_line(axes: Any, steps: list[tuple[float, float]], cheap: bool) -> list[Box]:
-    """The front as a step line from its points: what is to be had at each cost; returns where it runs."""
-    left, right = axes.get_xlim()
-    ends = [*steps, (right, steps[-1][1])] if cheap else [(left, steps[0][1]), *steps]
-    corners = [ends[0]]
-    for (x0, y0), (x1, y1) in itertools.pairwise(ends):
-        corners += [(x1, y0) if cheap else (x0, y1), (x1, y1)]
-    axes.plot(*zip(*corners, strict=True), color=INK, linewidth=1.6, alpha=0.28, zorder=2, solid_joinstyle="miter")
-    return [_thin(axes, a, b) for a, b in itertools.pairwise(corners)]
+@dataclass
+class _Panel:
+    axes: Any
+    points: Sequence[Point]
+    x: Sequence[float]
+    colours: dict[str, str]
+    level: float | None
+    cheap: bool
+    lines: list[Box] = field(default_factory=list)  # where lines run, for the labels to keep away from
 
+    def draw(self) -> None:
+        axes, x = self.axes, self.x
+        far = below_axis(self.points, self.level)
+        shown = [i for i in range(len(x)) if i not in far]
+        self._across()
+        axes.set_ylabel("top-1 %", fontsize=8, color=MUTED, labelpad=6)
+        axes.grid(True, color=FAINT, linewidth=0.7)
+        axes.set_axisbelow(True)
+        floor = self._limits(shown, self._strip(sorted(far, key=x.__getitem__)))
+        best = [i for i in front(self.points, x, self.cheap) if i in shown]
+        self._front_line([(x[i], self.points[i].top1) for i in best])
+        if self.level is not None:
+            self._line([(end, self.level) for end in axes.get_xlim()], MUTED, linestyle=_DASHED, zorder=1)
+        for curve in dict.fromkeys(p.curve or p.policy for p in self.points):
+            chosen = [i for i in shown if (self.points[i].curve or self.points[i].policy) == curve]
+            if len(chosen) > 1:
+                colour = self.colours[self.points[chosen[0]].policy]
+                self._line(sorted((x[i], self.points[i].top1) for i in chosen), colour, zorder=2.5)
+        for i in shown:
+            self._dot(i, INK if i in best else "white")
+        self._labels(self._worth(shown, best), shown, floor)
 
-def _limits(axes: Any, points: Sequence[Point], x: Sequence[float]) -> None:
-    low, high = min(p.low for p in points), max(p.high for p in points)
-    room = max(0.12 * (high - low), 0.5)
-    axes.set_ylim(max(low - room, -room / 2), min(high + room, 100 + room / 2))
-    span = max(x) - min(x)
-    room = 0.14 * span if span > 0.02 * max(x) else 0.2 * max(x)
-    axes.set_xlim(max(0.0, min(x) - room), max(x) + room)
+    def _across(self) -> None:
+        low, high = min(self.x), max(self.x)
+        if not self.cheap and high > 4 * low > 0:
+            self.axes.set_xscale("log")
+            self.axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 3)))
+            self.axes.xaxis.set_minor_locator(NullLocator())
+            self.axes.set_xlim(low * (low / high) ** 0.12, high * (high / low) ** 0.12)
+        else:
+            room = 0.12 * (high - low) if high - low > 0.02 * high else 0.2 * high
+            self.axes.set_xlim(max(0.0, low - room), high + room)
+            self.axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+        if high >= 1000:
+            self.axes.xaxis.set_major_formatter("{x:,.0f}")
 
+    def _strip(self, far: list[int]) -> int:
+        """Points below the axis as triangles with their values, in rows at its bottom edge; returns their height."""
+        across, renderer = self.axes.get_xaxis_transform(), self.axes.figure.canvas.get_renderer()
+        ends: list[float] = []  # of the rows
+        for i in far:
+            p, colour = self.points[i], self.colours[self.points[i].policy]
+            text = f"{p.top1:.1f} %" if len(self.points) > FEW else f"{p.short or p.label}: {p.top1:.1f} %"
+            label = self.axes.annotate(text, (self.x[i], 0), xycoords=across, color=_dark(colour), gid="far", **_PIXELS)
+            label.set(fontsize=7, va="center_baseline")
+            px, width = float(across.transform((self.x[i], 0))[0]), label.get_window_extent(renderer).width
+            flip = px + 14 + width > self.axes.bbox.x1
+            free = next((r for r, end in enumerate(ends) if end < px - 14 - flip * width), len(ends))
+            row = min(free, 7)  # eight rows at most, then triangles without a value
+            ends[row : row + 1] = [px + 14 + (not flip) * width]
+            up = (row + 0.5) * _ROW
+            label.set(position=(-11 if flip else 11, up), ha="right" if flip else "left", visible=row == free)
+            self.axes.scatter([self.x[i]], [up / _HEIGHT], s=32, marker="v", color=colour, transform=across, zorder=5)
+        return len(ends) * _ROW
 
-def _box(axes: Any, x: float, y: float, radius: float) -> Box:
-    """A square of pixels around a place of the data."""
-    px, py = (float(v) for v in axes.transData.transform((x, y)))
-    return (px - radius, py - radius, px + radius, py + radius)
+    def _limits(self, shown: list[int], strip: int) -> float:
+        """The y axis of the points that are shown, above the strip of those that are not; returns where it begins."""
+        ends = [v for i in shown for p in [self.points[i]] for v in (p.low, p.high, *(top1 for _, top1 in p.seeds))]
+        room = max(0.07 * (max(ends) - min(ends)), 0.5)
+        low, high = max(min(ends) - room, -room / 2), min(max(ends) + room, 100 + room / 2)
+        bottom = low - (high - low) * strip / (_HEIGHT - strip)
+        self.axes.set_ylim(bottom, high)
+        self.axes.set_yticks([t for t in MaxNLocator(7, steps=_STEPS).tick_values(low, high) if low <= t <= high])
+        if strip:
+            self.axes.axhspan(bottom, low, color="#f3f5f6", linewidth=0, zorder=0)
+        return low
 
+    def _line(self, path: list[tuple[float, float]], colour: str, **style: Any) -> None:
+        self.axes.plot(*zip(*path, strict=True), color=colour, **{"linewidth": 1.1} | style)
+        for (x0, y0), (x1, y1) in itertools.pairwise(self.axes.transData.transform(path).tolist()):
+            steps = max(1, round(math.hypot(x1 - x0, y1 - y0) / 6))
+            places = [(x0 + (x1 - x0) * k / steps, y0 + (y1 - y0) * k / steps) for k in range(steps + 1)]
+            self.lines += [(px - 3, py - 3, px + 3, py + 3) for px, py in places]
 
-def _labels(axes: Any, points: Sequence[Point], x: Sequence[float], colours: dict[str, str], lines: list[Box]) -> None:
-    """Put every label at the nearest free place around its point; one that had to go far gets a thin line."""
-    renderer, frame = axes.figure.canvas.get_renderer(), axes.get_window_extent()
-    size = 7.5 if len(points) <= 14 else 6.5
-    taken = [_box(axes, x[i], p.top1, 9) for i, p in enumerate(points)]
-    crowded = sorted(range(len(points)), key=lambda i: -_neighbours(taken[: len(points)], i))
-    for i in crowded:
-        p = points[i]
-        place = {"textcoords": "offset pixels", "annotation_clip": False, "parse_math": False, "zorder": 6}
-        place |= {"fontsize": size, "color": _dark(colours[p.policy])}
-        text = axes.annotate(_short(p.label), (x[i], p.top1), xytext=(0, 0), **place)
-        text.set_path_effects([withStroke(linewidth=2.2, foreground="white")])
-        extent = text.get_window_extent(renderer)
-        width, height = extent.width, extent.height
-        px, py = (float(v) for v in axes.transData.transform((x[i], p.top1)))
-        best, least = (12.0, 0.0, 12.0), math.inf
-        for dx, dy, distance in _places(width, height):
-            left, bottom = px + dx, py + dy
-            box = (left - _GAP, bottom - _GAP, left + width + _GAP, bottom + height + _GAP)
-            if box[0] < frame.x0 or box[2] > frame.x1 or box[1] < frame.y0 or box[3] > frame.y1:
+    def _front_line(self, steps: list[tuple[float, float]]) -> None:
+        """The front as a step line from its points: what is to be had at each cost."""
+        left, right = self.axes.get_xlim()
+        ends = [*steps, (right, steps[-1][1])] if self.cheap else [(left, steps[0][1]), *steps]
+        corners = [ends[0]]
+        for (x0, y0), (x1, y1) in itertools.pairwise(ends):
+            corners += [(x1, y0) if self.cheap else (x0, y1), (x1, y1)]
+        self._line(corners, INK, linewidth=1.2, alpha=0.3, zorder=1.5)
+
+    def _dot(self, i: int, edge: str) -> None:
+        p, x, many = self.points[i], self.x[i], len(self.points) > FEW
+        colour = self.colours[p.policy]
+        if p.high > p.low:
+            self._line([(x, p.low), (x, p.high)], colour, alpha=0.25 if many else 0.45, zorder=2)
+        self.axes.scatter([x], [p.top1], s=30 if many else 44, color=colour, edgecolor=edge, linewidth=0.9, zorder=5)
+        for gmacs, top1 in p.seeds if self.cheap else ():
+            self._line([(gmacs * x / p.gmacs, top1)] * 2, colour, marker=".", alpha=0.35, markeredgewidth=0, zorder=3)
+
+    def _worth(self, shown: list[int], best: list[int]) -> list[int]:
+        """Which points to label, most important first: static, the front, and of many only what lies near it."""
+
+        def gap(i: int) -> float:
+            cheaper = [j for j in best if (self.x[j] <= self.x[i]) == self.cheap or self.x[j] == self.x[i]]
+            return max(self.points[j].top1 for j in [i, *cheaper]) - self.points[i].top1
+
+        low, high = self.axes.get_ylim()
+        near = [i for i in shown if len(self.points) <= FEW or gap(i) < 0.15 * (high - low)]
+        return sorted(near, key=lambda i: (self.points[i].top1 != self.level, i not in best, gap(i)))
+
+    def _labels(self, chosen: list[int], shown: list[int], floor: float) -> None:
+        """Labels at the nearest free place around their points, none where nothing is free."""
+        axes, many = self.axes, len(self.points) > FEW
+        renderer, frame = axes.figure.canvas.get_renderer(), axes.get_window_extent()
+        dots = {i: axes.transData.transform((self.x[i], self.points[i].top1)).tolist() for i in shown}
+        bottom = float(axes.transData.transform((0, floor))[1])
+        taken: list[Box] = [(px - 8, py - 8, px + 8, py + 8) for px, py in dots.values()]
+        for i in chosen:
+            p, (px, py), colour = self.points[i], dots[i], _dark(self.colours[self.points[i].policy])
+            at = (self.x[i], p.top1)
+            text = axes.annotate(p.short or p.label, at, color=colour, gid="label", zorder=6, **_PIXELS)
+            text.set(fontsize=7 if many else 7.5, path_effects=[withStroke(linewidth=2.2, foreground="white")])
+            extent, found = text.get_window_extent(renderer), list[tuple[float, float, Box]]()
+            for dx, dy, distance in _places(extent.width, extent.height, 46 if many else 138):
+                box = (px + dx - _GAP, py + dy - _GAP, px + dx + extent.width + _GAP, py + dy + extent.height + _GAP)
+                inside = frame.x0 <= box[0] and box[2] <= frame.x1 and bottom <= box[1] and box[3] <= frame.y1
+                if inside and not any(_overlap(box, other) for other in taken):
+                    found.append((distance + 4 * sum(_overlap(box, line) for line in self.lines), distance, box))
+            cost, distance, box = min(found, default=(math.inf, 0.0, (0.0, 0.0, 0.0, 0.0)))
+            if cost > (70 if many else 1e3):
+                text.remove()
                 continue
-            hidden = sum(_overlap(box, other) for other in taken) + 0.1 * sum(_overlap(box, line) for line in lines)
-            if hidden + distance < least:
-                best, least = (dx, dy, distance), hidden + distance
-        dx, dy, distance = best
-        text.set_position((dx, dy))
-        taken.append((px + dx, py + dy, px + dx + width, py + dy + height))
-        if distance > 26:
-            _leader(axes, (px, py), taken[-1], colours[p.policy])
+            taken.append(box)
+            text.set_position((box[0] + _GAP - px, box[1] + _GAP - py))
+            if distance > (20 if many else 30):
+                nearest = (min(max(px, box[0] + _GAP), box[2] - _GAP), min(max(py, box[1] + _GAP), box[3] - _GAP))
+                ends = axes.transData.inverted().transform(((px, py), nearest))
+                axes.plot(*ends.T, color=colour, linewidth=0.6, alpha=0.7, zorder=4)
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= 44 else label[:43] + "…"
-
-
-def _places(width: float, height: float) -> Iterator[tuple[float, float, float]]:
+def _places(width: float, height: float, furthest: float) -> Iterator[tuple[float, float, float]]:
     """(dx, dy, distance) of a label's lower left corner: right, left, above, below, then all around and further."""
-    for distance in (11, 17, 24, 34, 46, 60, 76, 94, 114, 138):
+    for distance in (d for d in (11, 17, 24, 34, 46, 60, 76, 94, 114, 138) if d <= furthest):
         for step in range(16):
             angle = math.pi * (0, 16, 2, 14, 30, 18, 8, 24, 4, 12, 28, 20, 6, 10, 26, 22)[step] / 16
             cx, cy = math.cos(angle), math.sin(angle)
@@ -207,26 +287,8 @@ def _places(width: float, height: float) -> Iterator[tuple[float, float, float]]
             yield dx, distance * cy - height * (1 - cy) / 2, distance + step / 16
 
 
-def _thin(axes: Any, a: tuple[float, float], b: tuple[float, float]) -> Box:
-    """The pixels of a level or upright line."""
-    (x0, y0), (x1, y1) = axes.transData.transform((a, b)).tolist()
-    return (min(x0, x1) - 2, min(y0, y1) - 2, max(x0, x1) + 2, max(y0, y1) + 2)
-
-
-def _overlap(a: Box, b: Box) -> float:
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    return 8 + width * height if width > 0 and height > 0 else 0.0
-
-
-def _neighbours(boxes: Sequence[Box], i: int) -> int:
-    return sum(abs(b[0] - boxes[i][0]) < 120 and abs(b[1] - boxes[i][1]) < 40 for b in boxes)
-
-
-def _leader(axes: Any, point: tuple[float, float], label: Box, colour: str) -> None:
-    left, bottom, right, top = label
-    nearest = (min(max(point[0], left), right), min(max(point[1], bottom), top))
-    ends = axes.transData.inverted().transform((point, nearest))
-    axes.plot(ends[:, 0], ends[:, 1], color=colour, linewidth=0.6, alpha=0.7, zorder=4, scalex=False, scaley=False)
+def _overlap(a: Box, b: Box) -> bool:
+    return min(a[2], b[2]) > max(a[0], b[0]) and min(a[3], b[3]) > max(a[1], b[1])
 
 
 def _dark(colour: str) -> str:

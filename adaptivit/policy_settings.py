@@ -224,24 +224,27 @@ class ToMeSettings:
 class FoldSettings:
     """fold (ours): who is little attended and well represented folds into its likeness; no training needed."""
 
-    keep: float = 0.89
+    keep: float = 0.87
     """Share of the patches that stays at every block that folds."""
     budget: float | None = None
     """Instead of `keep`: a share of static's MACs, evidence included, e.g. 0.67."""
-    blocks: int = 2
-    """Fold in every block from this one on."""
+    blocks: int | None = None
+    """Fold in every block from this one on; default: after a quarter of the depth (block 3 of 12)."""
     stages: tuple[int, ...] | None = None
     """Instead: fold in these blocks alone, e.g. 3+6+9 (with keep=0.7)."""
     power: float = 0.5
-    """How much likeness counts: score = attention (1 - cosine)^power; 0 looks at attention alone."""
-    evidence: Literal["column", "class"] = "column"
-    """Attention received from all tokens (A-MoD's), or from the class token (EViT's)."""
+    """How much likeness counts in who leaves: score = attention (1 - cosine)^power; 0 looks at attention alone."""
+    value: float = 0.5
+    """How much attention counts in the mean of those that meet: weights size * attention^value; 0 is ToMe's mean."""
+    evidence: Literal["auto", "class", "column"] = "auto"
+    """Attention from the class token (EViT's) or received from all tokens (A-MoD's); auto: class where there is one."""
 
     def __post_init__(self) -> None:
         require(0 < self.keep <= 1, "keep", "a share in (0, 1]", self.keep)
         require(self.budget is None or 0 < self.budget <= 1, "budget", "a share in (0, 1]", self.budget)
-        require(self.blocks >= 0, "blocks", "a block number >= 0", self.blocks)
+        require(self.blocks is None or self.blocks >= 0, "blocks", "a block number >= 0", self.blocks)
         require(self.power >= 0, "power", "a number >= 0", self.power)
+        require(self.value >= 0, "value", "a number >= 0", self.value)
         _distinct("stages", self.stages)
 
 

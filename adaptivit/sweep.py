@@ -21,14 +21,14 @@ import torch
 from rich.console import Console
 
 from . import data, settings, sweep_report
-from .checkpoint import read_config
 from .config import TrainConfig
-from .data import Images, Labelled
+from .data import Images
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
 from .factory import create
 from .files import write_json
 from .model import AdaptiveViT
+from .start import calibrate
 from .sweep_config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .sweep_space import Params, apply, parse
 from .sweep_store import Claim, Record, Store, versions
@@ -141,23 +141,11 @@ def _untrained(config: TrialConfig) -> Result:
     device = device_of(config.device)
     model = _model(config, len(val.classes)).to(device)
     val = val.for_model(model.vit.num_classes, model.class_names)
-    policy, values = settings.parse(config.policy)
-    if config.calibrate and "beta" not in values and not _trained(config.weights, policy):
-        some = _images(model, val.spread(64))
-        first = next(data.batches(some, data.in_order(len(some), 64)))
-        model.policy.calibrate(model, first.images.to(device))
-    images = _images(model, val)
+    if config.calibrate:
+        calibrate(model, settings.parse(config.policy)[1], config.weights, val, device)
+    images = Images(val, model.preprocessing.evaluation())
     order = data.in_order(len(images), config.batch_size)
     return evaluate(model, data.batches(images, order, config.workers), device=device)
-
-
-def _trained(weights: str | None, policy: str) -> bool:
-    """Whether the weights bring a policy of this kind, whose gate is not to be reset."""
-    return weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == policy
-
-
-def _images(model: AdaptiveViT, labelled: Labelled) -> Images:
-    return Images(labelled, model.preprocessing.evaluation())
 
 
 def _hypervolume(records: list[Record]) -> float:

@@ -29,7 +29,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
             elif value is not None:
                 plain[name] = value
         steps.append([step.layer, step.when, type(step.decision).__name__, plain])
-    meta = {"steps": json.dumps(steps), "prefix": str(trace.prefix), "format": "adaptivit-trace-1"}
+    meta = {"steps": json.dumps(steps), "prefix": str(trace.prefix), "format": "adaptivit-trace-2"}
     meta["pooled"] = trace.pooled
     write_bytes(path, save({k: v.detach().cpu().clone() for k, v in tensors.items()}, metadata=meta))
 
@@ -44,12 +44,14 @@ def load_trace(path: str | Path) -> Trace:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"Not a readable trace file: {path} ({error}).") from None
-    if meta.get("format") != "adaptivit-trace-1":
+    if meta.get("format") not in ("adaptivit-trace-1", "adaptivit-trace-2"):
         raise UserError(f"Not a trace saved by adaptivit: {path}.")
     steps = []
     try:
         for i, (layer, when, kind, plain) in enumerate(json.loads(meta["steps"])):
             values = plain | {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{i}.")}
+            if kind == "Merge" and meta["format"] == "adaptivit-trace-1":
+                values["size"] = values.pop("weight")  # what a merged token weighs was called so
             decision: Decision = _KINDS[kind](**values)
             steps.append(Step(layer, when, decision))
         pooled = meta.get("pooled", "all")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 
 from . import data, settings
-from .checkpoint import read_config
 from .config import TrainConfig
 from .data import Images, Labelled, Loaded, mix
 from .errors import DataError, NotFiniteError, UserError
@@ -46,6 +44,7 @@ from .objectives import (
 from .optimise import Average, adamw, learning_rate
 from .output import Output
 from .run_directory import Meter, RunDirectory
+from .start import calibrate
 
 
 def objective(config: TrainConfig) -> Objective:
@@ -166,18 +165,11 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     _probe(trainer, val)
     run.open()
     start = run.restore(trainer) if config.resume else 0
-    if start == 0 and config.calibrate and "beta" not in policy_settings and not _holds(config.weights, policy):
-        some = Images(val_set.spread(64), model.preprocessing.evaluation())
-        first = next(data.batches(some, data.in_order(len(some), 64)))
-        run.say(model.policy.calibrate(model, first.images.to(accelerator.device)))
+    if start == 0 and config.calibrate:
+        run.say(calibrate(model, policy_settings, config.weights, val_set, accelerator.device))
         if trainer.average is not None:
             trainer.average = Average(model, config.ema)
     return _loop(trainer, run, images, val, start, show)
-
-
-def _holds(weights: str | None, policy: str) -> bool:
-    """Whether the starting weights bring a trained policy of this kind, whose gate is not to be reset."""
-    return weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == policy
 
 
 @torch.no_grad()

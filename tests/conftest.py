@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +30,7 @@ settings.load_profile("proofs")
 
 SHARED = Path(__file__).parents[2] / "shared"
 LAYOUTS = ("masked", "packed")
+ALL_LAYOUTS = (*LAYOUTS, "gathered")  # where every image keeps as many tokens
 TINY: dict[str, Any] = {
     "img_size": 32,
     "patch_size": 8,
@@ -111,47 +113,69 @@ def assert_same_run(a: Output, b: Output, tolerance: float = 1e-5) -> None:
 
 
 # -- random sequences of answers, for replay ------------------------------------------------------------------------
-KINDS = ("none", "keep", "share", "drop", "drop_zeroed", "drop_all", "drop_weight", "skip", "gate", "skip_all", "merge")
+KINDS = ("none", "keep", "share", "drop", "drop_zeroed", "drop_all", "drop_weight", "skip", "gate", "skip_all")
+KINDS = (*KINDS, "merge", "merge_nowhere", "merge_unsized")
 
 
-def merging(seed: int, live: Tensor) -> Merge:
-    """Random tokens fold into other live ones, size-weighted or not."""
+def merging(seed: int, live: Tensor, *, equal: bool = False, nowhere: bool = False, sized: bool = True) -> Merge:
+    """Random tokens fold into other live ones, or into nobody; with `equal` as many in every image."""
     g = torch.Generator().manual_seed(seed)
     into = torch.arange(live.shape[1]).repeat(len(live), 1)
     for b, alive in enumerate(live):
-        slots = alive.nonzero()[:, 0].tolist()
+        slots = alive.nonzero()[torch.randperm(int(alive.sum()), generator=g), 0].tolist()
         stay = slots[: math.ceil(len(slots) / 2)]
-        for i in slots[len(stay) :]:
-            if torch.rand((), generator=g) < 0.7:
-                into[b, i] = stay[int(torch.randint(len(stay), (), generator=g))]
-    return Merge(into, 0.2 + torch.rand(live.shape, generator=g), 0.5 + 2 * torch.rand(live.shape, generator=g))
+        for n, i in enumerate(slots[len(stay) :]):
+            if n % 3 < 2 if equal else torch.rand((), generator=g) < 0.7:
+                lost = nowhere and torch.rand((), generator=g) < 0.5
+                into[b, i] = -1 if lost else stay[int(torch.randint(len(stay), (), generator=g))]
+    size = 0.5 + 2 * torch.rand(live.shape, generator=g)
+    return Merge(into, 0.2 + torch.rand(live.shape, generator=g), size if sized else None)
 
 
-def random_trace(kinds: list[str], seed: int, images: int = 3, slots: int = 17, prefix: int = 1) -> Trace:
-    """Answers to 3 questions a layer; Drop and Merge wait while tokens sit out, Skip is only said before a block."""
+def choice(live: Tensor, share: float, g: torch.Generator) -> Tensor:
+    """[B, N] bool: a share of the live tokens, as many in every image, which has as many of them."""
+    order = torch.rand(live.shape, generator=g).masked_fill(~live, 2.0).argsort(-1).argsort(-1)
+    return order < round(share * int(live[0].sum()))
+
+
+def random_trace(
+    kinds: list[str], seed: int, images: int = 3, slots: int = 17, prefix: int = 1, equal: bool = False
+) -> Trace:
+    """Answers to 3 questions a layer; Drop and Merge wait while tokens sit out, Skip is only said before a block.
+
+    With `equal` all images drop, skip and merge equally many tokens, though other ones.
+    """
     g = torch.Generator().manual_seed(seed)
     live, skipping, steps = torch.ones(images, slots, dtype=torch.bool), False, []
 
     def rand() -> Tensor:
         return torch.rand(images, slots, generator=g)
 
+    def some(share: float) -> Tensor:
+        return choice(live, share, g) if equal else rand() < share
+
     for position, kind in enumerate(kinds):
         layer, when = position // 3, get_args(When)[position % 3]
         skipping = skipping and when == "between"
         share = rand() if kind == "share" or rand()[0, 0] < 0.15 else None
+        told = equal and bool(rand()[0, 0] < 0.5)  # say the count beforehand, or let the layout look
         decision: Decision = Keep(share)
         if kind in ("skip", "gate", "skip_all") and when == "before":
-            sitting = rand() < (1.1 if kind == "skip_all" else 0.5)
-            decision, skipping = Skip(sitting, 2 * rand() if kind == "gate" else None, share=share), True
+            sitting = some(1.0 if kind == "skip_all" else 0.5)
+            count = int((live & ~sitting)[0].sum()) if told else None
+            decision, skipping = Skip(sitting, 2 * rand() if kind == "gate" else None, share=share, count=count), True
         elif "drop" in kind and not skipping:
-            leaving = rand() < ((rand()[:, :1] < 0.6) * 1.1 if kind == "drop_all" else 0.3)
+            whole = rand()[:, :1] < 0.6
+            leaving = some(0.3) if kind != "drop_all" else whole[:1].expand_as(live) if equal else whole.expand_as(live)
             live = live & ~leaving
             weight = live.float() if kind == "drop_weight" else None
-            decision = Drop(leaving, weight=weight, zeroed=kind == "drop_zeroed", share=share)
-        elif kind == "merge" and not skipping:
-            m = merging(seed + position, live)
-            decision = Merge(m.into, m.scale, m.size, share=share)
+            count = int(live[0].sum()) if told else None
+            decision = Drop(leaving, weight=weight, zeroed=kind == "drop_zeroed", share=share, count=count)
+        elif "merge" in kind and not skipping:
+            nowhere, sized = kind == "merge_nowhere", kind != "merge_unsized"
+            m = merging(seed + position, live, equal=equal, nowhere=nowhere, sized=sized)
             live = live & (m.into == torch.arange(slots))
+            decision = replace(m, share=share, count=int(live[0].sum()) if told else None)
         if kind != "none":
             steps.append(Step(layer, when, decision))
     shape = torch.zeros(len(kinds) // 3, images, slots, dtype=torch.bool)
@@ -184,7 +208,8 @@ def literal_forward(vit: Any, trace: Trace, images: Tensor) -> tuple[Tensor, Ten
                         del weight[i]
                     here = list(weight)
                 elif isinstance(said, Merge):
-                    old, weight = dict(value), {j: float(said.size[b, j]) for j in here if said.into[b, j] == j}
+                    size = weight if said.size is None else said.size[b]
+                    old, weight = dict(value), {j: float(size[j]) for j in here if said.into[b, j] == j}
                     for j in weight:
                         value[j] = torch.stack([said.scale[b, i] * old[i] for i in here if said.into[b, i] == j]).sum(0)
                     here = list(weight)

@@ -16,13 +16,16 @@ import torch
 from test_data import SMALL, folder, refused, run
 
 import adaptivit
+from adaptivit.bench_config import CompareConfig
 from adaptivit.cli import _COMMANDS
 from adaptivit.config import EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
 from adaptivit.recipes import RECIPES
 from adaptivit.settings import SETTINGS, describe
+from adaptivit.sweep_config import SweepConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
+CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig}
 
 
 def plain(text: str) -> str:
@@ -58,21 +61,22 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
     said = plain(capsys.readouterr().out)
     for cls in [CONFIGS[command], *([ModelConfig] if command in ("evaluate", "predict") else [])]:
         for name, default, meaning in describe(cls):
-            if name == "model":
+            if name in ("model", "train"):  # groups of flags, listed as their own
                 continue
             assert meaning, f"{cls.__name__}.{name} has no meaning"
             assert plain(meaning) in said, f"the meaning of {cls.__name__}.{name} is not shown"
             flag = "--" + name.replace("_", "-")
             assert flag in said or (command, name) == ("predict", "images")
             if default is not dataclasses.MISSING and not isinstance(default, bool):
-                assert f"(default: {default})" in said
+                shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+                assert f"(default: {shown})" in said
     if command != "quickstart":
         for policy, cls in SETTINGS.items():
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):
                 assert meaning
                 assert f"{name} = {default!r} {plain(meaning)}" in said
-    if command == "train":
+    if command in ("train", "compare", "sweep"):
         for name, make in RECIPES.items():
             assert plain(f"{name}: {(make.__doc__ or '').splitlines()[0]}") in said
 
@@ -83,13 +87,15 @@ def test_help_with_a_recipe_shows_its_values(capsys: Any) -> None:
     said = plain(capsys.readouterr().out)
     assert "(default: 0.05)" in said
     assert "(default: 1024)" in said
+    assert run("sweep", "--recipe", "dynamicvit", "--help") == 0
+    assert "(default: 30)" in plain(capsys.readouterr().out)
 
 
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
         "import sys; from adaptivit.cli import main\n"
         "main(['--help']); main(['--version'])\n"
-        "for c in ('quickstart', 'train', 'evaluate', 'predict'): main([c, '--help'])\n"
+        "for c in ('quickstart', 'train', 'evaluate', 'predict', 'compare', 'sweep'): main([c, '--help'])\n"
         "main(['train', '--recipe', 'aht-balanced', '--help'])\n"
         "slow = {'torch', 'timm', 'torchvision', 'accelerate', 'sklearn', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not slow, slow"
@@ -171,6 +177,8 @@ def test_a_bad_policy_setting_is_one_line(tmp_path: Path, capsys: Any, policy: s
 VALUES = [(n, 0) for n in ("epochs", "batch_size", "log_steps", "lr", "sigma", "distill_temperature", "budget_share")]
 VALUES += [(n, -1) for n in ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "ponder", "target_depth", "prior")]
 VALUES += [(n, -1) for n in ("budget", "distill", "mixup", "cutmix", "workers", "checkpoint_steps", "rand_magnitude")]
+VALUES += [(n, -1) for n in ("task", "ratio", "exits", "expected", "geometric", "features", "freeze_epochs")]
+VALUES += [("backbone_lr", -1)]
 VALUES += [(n, 1) for n in ("val_split", "drop_path", "label_smoothing", "random_erasing", "ema")]
 VALUES += [("rand_magnitude", 31), ("budget_share", 1.5), ("lr", float("nan")), ("seed", -1), ("img_size", 0)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from test_data import refused, run
 
 import adaptivit
@@ -26,7 +28,7 @@ from adaptivit.errors import UserError
 from adaptivit.evaluate import Result, evaluate, paired_difference
 from adaptivit.factory import create, load
 from adaptivit.methods import full_spec, parse_method, slug
-from adaptivit.pareto import Point, front, pareto
+from adaptivit.pareto import Point, below_axis, drawn, front, pareto
 from adaptivit.recipes import DEFAULTS, get
 from adaptivit.timing import interleaved
 
@@ -337,6 +339,90 @@ def test_the_plot_takes_any_number_of_methods(tmp_path: Path, count: int) -> Non
         assert both.width == 2 * one.width
     with pytest.raises(UserError, match="at least one"):
         pareto([])
+
+
+def made_up(count: int) -> list[dict[str, str]]:
+    """Rows of `static` and of four policies with long names; every sixth far below the rest."""
+    rows = [dict.fromkeys(COLUMNS, "") | {"method": "static", "policy": "static", "top1": "71", "gmacs": "1.25"}]
+    for i in range(count - 1):
+        policy, top1 = ("tome", "evit", "fold", "amod")[i % 4], 24.21 + i if i % 6 == 5 else 71 - i % 7 / 2
+        settings = "+".join(["12", "13"] * 6) if i == 4 else str(i)
+        row = {"method": f"{policy}:r={settings},inflection=0.5", "policy": policy, "top1": str(top1)}
+        row |= {"gmacs": f"{0.6 + i / 50}", "difference": f"{top1 - 71}", "difference_ci95": "0.8"}
+        rows.append(dict.fromkeys(COLUMNS, "") | row | {"compared_to": "static"})
+    for i, row in enumerate(rows):
+        row |= {"seed": "0", "status": "ok", "images": "2000", "gmacs_share": "0.5", "mean_depth": "6", "timed": "now"}
+        row |= {"images_per_second_compact": str(21721.7 - 400 * (i % 9)), "speed_compact": "0.5"}
+    return rows
+
+
+@pytest.mark.parametrize("count", [3, 8, 13, 30])
+def test_labels_never_overlap(count: int) -> None:
+    points = compare_table.points(made_up(count))
+    figure = drawn(points)
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
+        far = [t for t in axes.texts if t.get_gid() == "far"]
+        named = [t for t in axes.texts if t.get_gid() == "label"]
+        assert len(far) == len(below_axis(points, 71)) == (count - 1) // 6
+        assert "static" in [t.get_text() for t in named]
+        boxes = [t.get_window_extent(renderer) for t in far + named]
+        assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+        assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
+        if count > 10:
+            assert all(len(t.get_text()) < 12 for t in named)
+    assert 1500 < figure.bbox.width < 1700
+
+
+def test_points_far_below_do_not_press_the_others_together() -> None:
+    points = compare_table.points(made_up(13))
+    assert below_axis(points, 71) == {6, 12}
+    axes = drawn(points).axes[0]
+    low, high = axes.get_ylim()
+    assert 60 < low < 68
+    assert 71 < high < 75
+    assert [t.get_text() for t in axes.texts if t.get_gid() == "far"] == ["29.2 %", "35.2 %"]
+    assert below_axis(points[5:7] + points[12:], 71) == set()
+    assert drawn(points[5:7]).axes[0].get_ylim()[0] < 29.21
+    assert drawn(points[:5] + points[6:7] * 40).axes[0].get_ylim()[0] < low
+    # bars are those of the paired difference, and static has none
+    assert [round(p.high - p.low, 6) for p in points] == [0.0] + [1.6] * 12
+    assert any("paired difference from static" in t.get_text() for t in axes.texts)
+    alone = compare_table.points(made_up(1))
+    assert alone[0].high > alone[0].low
+    assert any("interval of top-1" in t.get_text() for t in drawn(alone).axes[0].texts)
+
+
+def test_short_labels_are_what_differs_within_a_policy() -> None:
+    long = "tome:r=" + "+".join(["12", "13"] * 6)
+    few = dict.fromkeys(("tome:r=10,a=1", long, "tome:r=8+8+8+8"), "tome") | {"aht": "aht", "aht:balanced": "aht"}
+    assert list(compare_table.labels(few).values()) == [
+        "tome:r=10,a=1",
+        "tome:r=12…13",
+        "tome:r=8",
+        "aht",
+        "aht:balanced",
+    ]
+    many = few | {f"evit:keep=0.{i},fuse=false": "evit" for i in range(1, 8)} | {"static, trained on": "static"}
+    found = list(compare_table.labels(many).values())
+    assert found == ["r=10, a=1", "r=12…13", "r=8", "aht", "balanced"] + [f"keep=0.{i}" for i in range(1, 8)] + [
+        "static, trained on"
+    ]
+    curves = compare_table.curves_of(many)
+    assert curves[long] == curves["tome:r=8+8+8+8"] != curves["tome:r=10,a=1"]
+    assert curves["aht"] == curves["aht:balanced"]
+    assert compare_table.shortened("x" * 30 + "y" * 30, 21) == "x" * 10 + "…" + "y" * 10
+
+
+def test_the_table_fits_and_numbers_stay_whole() -> None:
+    rows = made_up(30) + [row | {"seed": "1"} for row in made_up(3)]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(compare_table.screen(rows))
+    said = console.export_text()
+    assert len(said.strip().splitlines()) == 4 + len(rows)  # title, blank, head, rule
+    assert "21,722" in said
+    assert "tome:r=12…13,inflection=0.5" in said
+    assert "12+13+12+13+12+13+12+13+12+13+12+13" in compare_table.markdown(rows, CompareConfig("d", methods=("avit",)))
 
 
 def test_intervals_hold_at_the_ends() -> None:

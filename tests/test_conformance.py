@@ -15,14 +15,46 @@ from adaptivit.policies import _REGISTERED
 from adaptivit.settings import SETTINGS
 from adaptivit.testing import check_policy
 
+GATE = {"gate_scale": 1.0, "gate_center": 1.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
+    "static, fewer blocks": ("static", {"depth": 4}),
+    "static, narrower": ("static", {"width": 0.5}),
     "aht": ("aht", {"beta": -1.5, "gamma": 2.0}),
     "aht, the plan acts": ("aht", {"beta": -1.0, "plan_weight": 0.7, "plan_range": "s..L+1"}),
     "aht, straight-through": ("aht", {"beta": -1.5, "straight_through": True}),
-    "avit": ("avit", {"gate_scale": 1.0, "gate_center": 1.0}),
+    "aht, folds": ("aht", {"beta": -1.5, "leave": "fold", "straight_through": True}),
+    "aht, planner alone": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "none", "planner_width": 0.25}),
+    "aht, class token": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "class", "feature": "class_row"}),
+    "avit": ("avit", GATE),
     "avit, image ends with class": ("avit", {"gate_scale": 1.0, "gate_center": 0.0, "finish_with_class": True}),
+    "avit, networks": ("avit", {"gate": "network"}),
+    "avit, folds": ("avit", GATE | {"leave": "fold"}),
+    "mod": ("mod", {}),
+    "mod, mlp and sigmoid": ("mod", {"router": "mlp", "gate": "sigmoid", "capacity": 0.125}),
+    "amod": ("amod", {}),
+    "amod, multiplied": ("amod", {"multiply": True, "capacity": 0.125, "blocks": (2, 3)}),
+    "dynamicvit": ("dynamicvit", {}),
+    "dynamicvit, folds": ("dynamicvit", {"leave": "fold", "keep": 0.5}),
+    "evit": ("evit", {}),
+    "evit, no fusing": ("evit", {"fuse": False, "keep": 0.5, "stages": (0, 5)}),
+    "tome": ("tome", {"r": 3}),
+    "tome, plain attention": ("tome", {"r": 5, "prop_attn": False}),
+    "tome, listed": ("tome", {"r": [4, 0, 60]}),
+    "fold": ("fold", {"keep": 0.8}),
+    "fold, received": ("fold", {"evidence": "column", "value": 0.0, "blocks": 0}),
+    "fold, a budget": ("fold", {"budget": 0.7}),
+    "act": ("act", {"bias": -1.0}),
+    "confidence": ("confidence", {"threshold": 0.5}),
+    "similarity": ("similarity", {"threshold": 2.0}),
+    "similarity, token": ("similarity", {"threshold": 3.0, "of": "token", "patience": 2}),
+    "pondernet": ("pondernet", GATE),
+    "pondernet, sampled": ("pondernet", GATE | {"unit": "token", "sample": 3}),
 }
+
+
+def test_every_policy_is_among_the_cases() -> None:
+    assert {name for name, _ in CASES.values()} == set(SETTINGS) - {"replay"}
 
 
 @pytest.fixture
@@ -87,6 +119,44 @@ def test_what_does_not_conform_is_named(policy: type[adaptivit.Policy], message:
     adaptivit.register_policy("odd")(policy)
     with pytest.raises(AssertionError, match=message):
         check_policy("odd")
+
+
+class LiesAboutEqual(LooksAtOthers):
+    """Keeps other numbers of tokens in different images, though it says it does not."""
+
+    equal = True
+
+    def after(self, view: Any, state: Any) -> adaptivit.Drop:
+        return adaptivit.Drop(view.present & (view.element(0) < 0))
+
+
+class MiscountsItself(EveryThird):
+    """The count that it promises is not what it keeps."""
+
+    equal = True
+
+    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
+        answer = super().after(view, state)
+        return None if answer is None else adaptivit.Drop(answer.leaving, count=5)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("policy", [LiesAboutEqual, MiscountsItself])
+def test_a_policy_that_is_not_equal_is_caught(policy: type[adaptivit.Policy]) -> None:
+    adaptivit.register_policy("lies")(policy)
+    with pytest.raises(
+        adaptivit.UserError, match=r"as many tokens in every image.*got \d+ to \d+.*'packed' or 'masked'"
+    ):
+        check_policy("lies")
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_equal_policy_of_ones_own_runs_on_gathered() -> None:
+    adaptivit.register_policy("equal_third")(type("Equal", (EveryThird,), {"equal": True}))
+    check_policy("equal_third")
+    model = adaptivit.create("test_vit", "equal_third", img_size=32, num_classes=3)
+    assert model(torch.randn(2, 3, 32, 32)).layout == "gathered"
+    assert model.train()(torch.randn(2, 3, 32, 32)).layout == "masked"
 
 
 def test_a_leaking_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,7 @@ def test_gradient_of_key_weights() -> None:
 
 
 def test_own_weight_without_a_gradient() -> None:
-    """DynamicViT's softmax: e_ij (p_j + (1 - p_j) [i = j]). Where p is 0 or 1 only the gradient of the diagonal differs."""
+    """DynamicViT's softmax: e_ij (p_j + (1 - p_j) [i = j]). For p of 0 and 1 only the diagonal's gradient differs."""
     g = torch.Generator().manual_seed(1)
     q, k, v, up = (torch.randn(2, 2, 5, 3, generator=g, dtype=torch.float64) for _ in range(4))
     decision = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 1.0]], requires_grad=True)
@@ -317,7 +317,7 @@ def test_own_weight_without_a_gradient() -> None:
 
 
 def test_a_halted_token_hears_of_the_task() -> None:
-    """Straight-through: the task's gradient reaches the scores of tokens that have left, not only of those that stay."""
+    """Straight-through: the task's gradient reaches the scores of tokens that have left, too."""
     model = tiny("aht", beta=-0.5, straight_through=True).train()
     model.zero_grad()
     weights = []

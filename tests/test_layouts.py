@@ -1,55 +1,48 @@
-"""Laws of the layouts: each operation against a literal loop, then random sequences of answers, everywhere the same."""
+"""Laws of the layouts: each operation against a literal loop. Sequences of answers are in test_sequences.py."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    KINDS,
-    assert_close,
-    assert_same_run,
-    literal_forward,
-    merging,
-    pictures,
-    random_trace,
-    tiny,
-)
-from hypothesis import given
-from hypothesis import strategies as st
+from conftest import assert_close, choice, merging
 from torch import Tensor
 
-from adaptivit import backbone, policies
-from adaptivit.decision import Drop, Skip, Step, Trace
-from adaptivit.forward import forward
-from adaptivit.layouts import Layout, Masked, Packed
-from adaptivit.output import Output
+from adaptivit.decision import Drop, Merge, Skip
+from adaptivit.errors import UserError
+from adaptivit.layouts import Gathered, Layout, Masked, Packed
 
 B, N, D, H = 4, 7, 6, 2
-both = pytest.mark.parametrize("make", [Masked, Packed])
+every = pytest.mark.parametrize("make", [Masked, Packed, Gathered])
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def some(seed: int, share: float = 0.4) -> Tensor:
-    """[B, N] bool: a random set, with an image of which all leave and one of which none does."""
-    chosen = torch.rand(B, N, generator=torch.Generator().manual_seed(seed)) < share
+def some(make: type[Layout], seed: int, share: float = 0.4, live: Tensor | None = None) -> Tensor:
+    """[B, N] bool: a random set; as many live ones in every image for gathered, else all of one and none of another."""
+    g = torch.Generator().manual_seed(seed)
+    if make is Gathered:
+        return choice(torch.ones(B, N, dtype=torch.bool) if live is None else live, share, g)
+    chosen = torch.rand(B, N, generator=g) < share
     chosen[1], chosen[2] = True, False
     return chosen
 
 
 def to_rows(layout: Layout, grid: Tensor) -> Tensor:
     """[B, N, ...] -> the layout's own rows."""
-    return grid if isinstance(layout, Masked) else grid.flatten(0, 1)[layout.cells]  # type: ignore[attr-defined]
+    if isinstance(layout, Masked):
+        return grid
+    if isinstance(layout, Gathered):
+        return torch.stack([image[slots] for image, slots in zip(grid, layout.places, strict=True)])
+    return grid.flatten(0, 1)[layout.cells]  # type: ignore[attr-defined]
 
 
-@both
+@every
 def test_drop_freezes_and_hides(make: type[Layout]) -> None:
-    x, leaving = noise(B, N, D), some(1)
+    x, leaving = noise(B, N, D), some(make, 1)
     layout = make(x, N)
     layout.carry_out(Drop(leaving), "after")
     delta = noise(B, N, D, seed=2)
@@ -64,10 +57,11 @@ def test_drop_freezes_and_hides(make: type[Layout]) -> None:
             assert torch.equal(layout.leading()[b, i], x[b, i] if leaving[b, i] else torch.zeros(D))
 
 
-@both
+@every
 @pytest.mark.parametrize("gated", [False, True])
 def test_sit_out_and_come_back(make: type[Layout], gated: bool) -> None:
-    x, left, sitting = noise(B, N, D), some(1, 0.2), some(2)
+    x, left = noise(B, N, D), some(make, 1, 0.2)
+    sitting = some(make, 2, live=~left)
     gate = noise(B, N, seed=3) if gated else None
     layout = make(x, N)
     layout.carry_out(Drop(left), "after")
@@ -90,56 +84,69 @@ def test_sit_out_and_come_back(make: type[Layout], gated: bool) -> None:
         layout.carry_out(Drop(left), "between")
 
 
-@both
+@every
 def test_value_of_who_sits_out(make: type[Layout]) -> None:
     """A share taken between attention and MLP must see the tokens that sit the block out, too."""
     x = noise(B, N, D)
-    for read in (2, N):
+    for read in (1, 2, N):
         layout = make(x, read)
-        layout.carry_out(Skip(some(2)), "before")
+        layout.carry_out(Skip(some(make, 2)), "before")
         assert_close(layout.leading(), x[:, :read])
 
 
-@both
-def test_merge_is_a_scaled_sum(make: type[Layout]) -> None:
-    x, left = noise(B, N, D), some(1, 0.2)
+@every
+@pytest.mark.parametrize("kind", ["sized", "unsized", "nowhere"])
+def test_merge_is_a_scaled_sum(make: type[Layout], kind: str) -> None:
+    x, left = noise(B, N, D), some(make, 1, 0.2)
     layout = make(x, N)
     layout.carry_out(Drop(left), "after")
-    decision = merging(5, ~left)
+    decision = merging(5, ~left, equal=make is Gathered, nowhere=kind == "nowhere", sized=kind != "unsized")
     layout.carry_out(decision, "between")
     into, scale = decision.into, decision.scale
+    assert kind != "nowhere" or (into < 0).any()
     for b in range(B):
         for j in range(N):
             stays = not left[b, j] and int(into[b, j]) == j
             met = [scale[b, i] * x[b, i] for i in range(N) if into[b, i] == j and not left[b, i]]
             assert_close(layout.leading()[b, j], torch.stack(met).sum(0) if stays else x[b, j])
-            assert bool(layout.live[b, j]) == stays
-            assert float((layout.size * layout.here)[b, j]) == (float(decision.size[b, j]) if stays else 0.0)  # type: ignore[index]
+            assert bool(layout.live[b, j]) == bool(layout.here[b, j]) == stays
+            if layout.size is not None and decision.size is not None and stays:
+                assert float(layout.size[b, j]) == float(decision.size[b, j])
+    assert (layout.size is None) == (kind == "unsized")
 
 
 def settled(make: type[Layout], case: str) -> tuple[Layout, Tensor]:
     """A layout in some state, and the [B, N] key weights it must attend with."""
     layout = make(noise(B, N, D), N)
     weight = torch.ones(B, N)
+    equal = make is Gathered
     if case in ("dropped", "merged", "dropped and skipped"):
-        layout.carry_out(Drop(some(1, 0.2)), "after")
-        weight = weight * ~some(1, 0.2)
+        layout.carry_out(Drop(some(make, 1, 0.2)), "after")
+        weight = weight * ~some(make, 1, 0.2)
     if case == "straight-through":
-        weight = weight * ~some(1, 0.3)
-        layout.carry_out(Drop(some(1, 0.3), weight=weight), "after")
+        weight = weight * ~some(make, 1, 0.3)
+        layout.carry_out(Drop(some(make, 1, 0.3), weight=weight), "after")
     if case == "merged":
-        decision = merging(5, weight > 0)
+        decision = merging(5, weight > 0, equal=equal)
         layout.carry_out(decision, "between")
         weight = decision.size * weight * (decision.into == torch.arange(N))
-        layout.carry_out(Drop(some(8, 0.2)), "after")  # a size leaves with its token
-        weight = weight * ~some(8, 0.2)
+        gone = some(make, 8, 0.2, weight > 0)
+        layout.carry_out(Drop(gone), "after")  # a size leaves with its token
+        weight = weight * ~gone
+        again = merging(6, weight > 0, equal=equal, nowhere=True, sized=False)
+        layout.carry_out(again, "between")  # sizes stay as they were
+        weight = weight * (again.into == torch.arange(N))
     if case in ("skipped", "dropped and skipped"):
-        layout.carry_out(Skip(some(3)), "before")
-        weight = weight * ~some(3)
+        sitting = some(make, 3, live=weight > 0)
+        layout.carry_out(Skip(sitting), "before")
+        weight = weight * ~sitting
+    if case == "empty":
+        layout.carry_out(Drop(torch.ones(B, N, dtype=torch.bool)), "after")
+        weight = weight * 0
     return layout, weight
 
 
-CASES = ("whole", "dropped", "skipped", "dropped and skipped", "merged", "straight-through")
+CASES = ("whole", "dropped", "skipped", "dropped and skipped", "merged", "straight-through", "empty")
 
 
 def literal_attention(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ def literal_attention(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     return a
 
 
-@both
+@every
 @pytest.mark.parametrize("case", CASES)
 def test_attend(make: type[Layout], case: str) -> None:
     layout, weight = settled(make, case)
@@ -180,7 +187,7 @@ def test_dropped_is_absent() -> None:
         assert_close(out[b, kept], expected[0].transpose(0, 1), 1e-6)
 
 
-@both
+@every
 @pytest.mark.parametrize("case", CASES)
 def test_evidence(make: type[Layout], case: str) -> None:
     layout, weight = settled(make, case)
@@ -188,11 +195,13 @@ def test_evidence(make: type[Layout], case: str) -> None:
     rows = [to_rows(layout, t) for t in (q, k, v)]
     one, empty = noise(B, H, 3, seed=9), noise(H, 3, seed=10)
     per_image, per_token = noise(B, 5, seed=11), noise(B, N, 5, seed=12)
+    chosen = (noise(B, N, seed=13) > 0) * (weight > 0).float()
     found = {
         "query": layout.query(one, rows[1], rows[2], empty),
         "all": layout.attention_rows(rows[0], rows[1], "all"),
         "class": layout.attention_rows(rows[0], rows[1], "class"),
         "mean": layout.mean(to_rows(layout, per_token)),
+        "weighted": layout.mean(to_rows(layout, per_token), chosen),
         "grid": layout.grid(to_rows(layout, per_token)),
         "expand": layout.grid(layout.expand(per_image)),
     }
@@ -205,78 +214,67 @@ def test_evidence(make: type[Layout], case: str) -> None:
         asked = torch.einsum("hj,jhd->hd", literal_attention(one[b], k[b], weight[b]), v[b])
         assert_close(found["query"][b], asked if here else empty)
         assert_close(found["mean"][b], sum((per_token[b, i] for i in here), torch.zeros(5)) / max(len(here), 1))
+        total, over = chosen[b].sum(), sum((chosen[b, i] * per_token[b, i] for i in here), torch.zeros(5))
+        assert_close(found["weighted"][b], over / total if total else torch.zeros(5))
         for i in range(N):
             assert torch.equal(found["grid"][b, i], per_token[b, i] if i in here else torch.zeros(5))
             assert torch.equal(found["expand"][b, i], per_image[b] if i in here else torch.zeros(5))
     assert found["query"].shape == (B, H, 3)
 
 
-@both
+@every
+@pytest.mark.parametrize("case", CASES)
+def test_nearest(make: type[Layout], case: str) -> None:
+    """The most similar other token out of a set, by cosine; nobody where there is none."""
+    layout, weight = settled(make, case)
+    keys, among = noise(B, N, 3, seed=6), noise(B, N, seed=7) > 0
+    among[3] = False
+    value, slot = layout.similarity(to_rows(layout, keys)).nearest(among)
+    for b in range(B):
+        for i in range(N):
+            others = [j for j in range(N) if among[b, j] and weight[b, j] > 0 and j != i]
+            if weight[b, i] == 0 or not others:
+                assert (float(value[b, i]), int(slot[b, i])) == (float("-inf"), -1)
+                continue
+            cosine = {j: float(keys[b, i] @ keys[b, j] / keys[b, i].norm() / keys[b, j].norm()) for j in others}
+            best = max(cosine, key=lambda j: cosine[j])
+            assert int(slot[b, i]) == best
+            assert float(value[b, i]) == pytest.approx(cosine[best], abs=1e-5)
+
+
+@every
+def test_remaining_are_the_live_tokens_in_order(make: type[Layout]) -> None:
+    x, left = noise(B, N, D), some(Gathered, 1, 0.5)
+    layout = make(x, N)
+    layout.carry_out(Drop(left), "after")
+    assert torch.equal(layout.remaining(), torch.stack([x[b, ~left[b]] for b in range(B)]))
+
+
+@every
 def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
-    x = noise(B, N, D)
+    x, left = noise(B, N, D), some(make, 1)
+    merge = merging(5, ~left, equal=make is Gathered)
+    last = some(make, 4, live=~left & (merge.into == torch.arange(N)))
     for read in (1, 2, N):
         layout, other = make(x, read), make(x, N)
         for one in (layout, other):
-            one.carry_out(Drop(some(1)), "after")
+            one.carry_out(Drop(left), "after")
             one.add(to_rows(one, noise(B, N, D, seed=2)))
-            one.carry_out(merging(5, ~some(1)), "between")
-            one.carry_out(Drop(some(4), zeroed=True), "after")
+            one.carry_out(merge, "between")
+            one.carry_out(Drop(last, zeroed=True), "after")
         assert torch.equal(layout.leading(), other.leading()[:, :read])
 
 
-# -- random sequences of answers ----------------------------------------------------------------------------------
-LAYERS, SLOTS = 6, 17
-answers = st.lists(st.sampled_from(KINDS), min_size=3 * LAYERS, max_size=3 * LAYERS)
-
-
-def run(model: Any, layout: type[Layout], images: Tensor) -> Output:
-    return forward(model.vit, model.shape, model.policy, layout, images, ("tokens",))
-
-
-def replayed(kind: str, trace: Trace) -> Any:
-    model = tiny("static", kind)
-    model.policy = policies.build("replay", model.shape, {"trace": trace})
-    return model
-
-
-def check_sequence(kind: str, trace: Trace, masked: type[Layout] = Masked) -> None:
-    model = replayed(kind, trace)
-    a, b = run(model, masked, pictures()), run(model, Packed, pictures())
-    assert_same_run(a, b)
-    assert_close(a.tokens, b.tokens)
-    readout, computed = literal_forward(model.vit, trace, pictures())
-    assert torch.equal(a.trace.attended, computed)
-    assert_close(a.logits, backbone.head(model.vit, readout)[1])
-
-
-@given(kinds=answers, seed=st.integers(0, 99), kind=st.sampled_from(["class", "deit3", "average"]))
-@torch.no_grad()
-def test_random_answers_run_the_same(kinds: list[str], seed: int, kind: str) -> None:
-    check_sequence(kind, random_trace(kinds, seed, slots=16 if kind == "average" else SLOTS))
-
-
-@torch.no_grad()
-def test_sizes_survive_a_weighted_drop() -> None:
-    """Merge makes sizes; a later Drop with 0/1 weights (straight-through) says who is present, not that sizes end."""
-    check_sequence("class", random_trace(["keep"] * 4 + ["merge"] + ["drop_weight"] * 5 + ["keep"] * 8, 0))
-
-
-@torch.no_grad()
-def test_everything_dropped_before_the_first_block() -> None:
-    gone = Drop(torch.ones(3, SLOTS, dtype=torch.bool))
-    trace = random_trace(["none"] * 3 * LAYERS, 0)
-    check_sequence("class", Trace(trace.attended, trace.updated, 1, (Step(0, "before", gone),)))
-
-
-@torch.no_grad()
-def test_a_leaking_dead_key_is_caught() -> None:
-    """The comparison has teeth: a masked layout that lets dropped tokens be seen does not pass it."""
-
-    class Leaky(Masked):
-        def _key_weight(self) -> None:
-            return None
-
-    trace = random_trace(["none", "none", "drop"] + ["none"] * 15, 1)
-    check_sequence("class", trace)
-    with pytest.raises(AssertionError, match="not close"):
-        check_sequence("class", trace, Leaky)
+@pytest.mark.parametrize("said", ["drop", "skip", "merge"])
+def test_other_counts_are_refused_by_gathered(said: str) -> None:
+    uneven = torch.zeros(B, N, dtype=torch.bool)
+    uneven[0, :3], uneven[1:, 3] = True, True  # 4 and 6 of 7 stay
+    into = torch.where(uneven, -1, torch.arange(N))
+    make = {"drop": Drop, "skip": Skip, "merge": lambda gone, **more: Merge(into, torch.ones(B, N), **more)}[said]
+    with pytest.raises(UserError, match=r"got 4 to 6.*'packed' or 'masked'"):
+        Gathered(noise(B, N, D), 1).carry_out(make(uneven), "before")
+    if said != "merge":
+        even = torch.zeros_like(uneven)
+        even[:, 2] = True
+        with pytest.raises(UserError, match=r"\(5\), got 6 to 6"):  # a promise that is not kept
+            Gathered(noise(B, N, D), 1).carry_out(make(even, count=5), "before")

@@ -27,6 +27,8 @@ from adaptivit.train import Trainer, fit, objective
 AHT = {"aht-high-accuracy": (1e-3, 1.0), "aht-balanced": (5e-2, 0.5), "aht-high-efficiency": (1e-2, 0.2)}
 AVIT = {"avit-paper": (5, 10, 0.1, "paper"), "avit-tiny": (10, 30, 1e-3, "reference")}
 AVIT |= {"avit-small": (10, 75, 1e-3, "reference")}
+TERMS = ("task", "ponder", "target_depth", "prior", "budget", "ratio", "exits", "expected", "geometric")
+TERMS = (*TERMS, "distill", "features")
 
 
 # -- recipes --------------------------------------------------------------------------------------------------------
@@ -58,13 +60,13 @@ def test_every_recipe_trains_through_the_command_line(tmp_path: Path, name: str)
     expected = get(name)
     assert said["recipe"] == name
     assert all(said[k] == getattr(expected, k) for k in ("policy", "ponder", "target_depth", "prior", "lr"))
-    terms = {k for k in ("ponder", "target_depth", "prior", "budget", "distill") if getattr(expected, k)}
+    terms = {k for k in TERMS if getattr(expected, k)}
     records = [r for r in log(tmp_path / "out") if r["kind"] == "train"]
     assert len(records) == 3
     for record in records:
-        assert terms | {"task"} <= record.keys()
+        assert {k for k in TERMS if k in record} == terms
         assert math.isfinite(record["loss"])
-        total = record["task"] + sum(getattr(expected, k) * record[k] for k in terms)
+        total = sum(getattr(expected, k) * record[k] for k in terms)
         assert record["loss"] == pytest.approx(total, rel=1e-5)
     model = adaptivit.load(tmp_path / "out" / "model")
     assert model.policy_name == settings.parse(expected.policy)[0]

@@ -68,8 +68,11 @@ class Masked(Layout):
             # an image without any key: its rows are frozen, so let them see everything rather than divide by zero
             mask = weight | ~weight.any(-1, keepdim=True)
             out = attention.fused(q, k, v, mask[:, None, None, :], dropout=dropout)
-        else:
+        elif weight.requires_grad:
             out = attention.weighted(q, k, v, weight, dropout=dropout, own=self._own)
+        else:
+            weight = torch.where((weight > 0).any(-1, keepdim=True), weight, torch.ones_like(weight))  # as above
+            out = attention.fused(q, k, v, weight.log().to(q.dtype)[:, None, None, :], dropout=dropout)
         return out.transpose(1, 2)
 
     def _key_weight(self) -> Tensor | None:

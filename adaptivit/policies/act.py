@@ -8,6 +8,7 @@ Shapes: B images, N slots, D width, L layers 1..L.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from ..forward import View
 
 
+@dataclass
+class State:
+    halting: Halting  # one unit an image
+    slots: int
+
+
 class ACT(Policy):
     """Facts: those of Halting, the same for every token of an image."""
 
@@ -32,15 +39,16 @@ class ACT(Policy):
         nn.init.trunc_normal_(self.gate.weight, std=0.02)
         nn.init.constant_(self.gate.bias, settings.bias)
 
-    def start(self, view: View) -> Halting:
-        halts = torch.ones_like(view.present[:, :1])  # one unit an image
-        return Halting(halts, 1.0, self.settings.eps, self.settings.tau)
+    def start(self, view: View) -> State:
+        halts = torch.ones_like(view.present[:, :1])
+        return State(Halting(halts, 1.0, self.settings.eps, self.settings.tau), view.present.shape[1])
 
-    def after(self, view: View, state: Halting) -> Decision:
+    def after(self, view: View, state: State) -> Decision:
         logit = view.apply_to_images(self.gate, view.image().to(self.gate.weight.dtype)).float()
-        full, mass = state.step(torch.sigmoid(logit), view.layer + 1, view.last)
+        full, mass = state.halting.step(torch.sigmoid(logit), view.layer + 1, view.last)
         share = mass.expand(view.present.shape)
         return Keep(share=share) if view.last else Drop(full.expand(view.present.shape), share=share)
 
-    def facts(self, state: Halting) -> dict[str, Tensor]:
-        return state.facts()
+    def facts(self, state: State) -> dict[str, Tensor]:
+        facts = state.halting.facts()
+        return {k: v if v.ndim == 0 else v.expand(*v.shape[:-1], state.slots) for k, v in facts.items()}

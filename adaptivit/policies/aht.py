@@ -83,7 +83,7 @@ class AHT(Policy):
         attention = settings.feature in ("received", "class_row")
         if not attention and settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
             raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
-        if shape.prefix == 0 and (settings.feature == "class_row" or settings.planner_context == "class"):
+        if not shape.class_token and (settings.feature == "class_row" or settings.planner_context == "class"):
             raise UserError("This backbone has no class token for feature=class_row or planner_context=class.")
         self.evidence_index = settings.index
         self.offers = frozenset({"plan"}) if stages else frozenset()

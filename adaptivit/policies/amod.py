@@ -1,4 +1,4 @@
-"""A-MoD: the attention of the block before is the router (Gadhikar et al., Sec. 3, Eq. 2 and 3). No parameters.
+"""A-MoD: the attention of the block before is the router (Gadhikar et al., Sec. 3, Eq. 2). No parameters.
 
 Shapes: B images, N slots.
 

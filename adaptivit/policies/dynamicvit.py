@@ -87,7 +87,7 @@ class DynamicViT(Policy):
         weight, count = None, None
         if self.training:
             drawn = F.gumbel_softmax(log_p, tau=1.0, hard=True)[..., 0]
-            state.decision = drawn * state.decision
+            state.decision = torch.where(patches, drawn, torch.ones_like(drawn)) * state.decision
             leaving = patches & (state.decision.detach() < 0.5)
             weight = torch.where(self._prefix(view), torch.ones_like(drawn), state.decision)
         else:

@@ -34,7 +34,7 @@ class EViT(Policy):
 
     def __init__(self, settings: EViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
-        if shape.prefix == 0:
+        if not shape.class_token:
             raise UserError("evit: expected a backbone with a class token, whose attention is the score; use 'fold'.")
         self.stages = thirds(shape.layers) if settings.stages is None else settings.stages
         check_blocks("stages", self.stages, 0, shape.layers)

@@ -2,9 +2,15 @@
 
 Shapes: B images, N slots.
 
-Between attention and MLP: score_i = attention received_i (1 - best cosine_i)^power, where the cosine is that of
-head-mean keys with the most similar other patch. The patches with the lowest score leave: each joins its most similar
-patch that stays (size-weighted mean; sizes add; attention is proportional to size). So a token that leaves is not lost.
+Between attention and MLP, with a_i the attention that patch i gets and d_i its distance (1 - cosine of head-mean keys)
+from the most similar other patch:
+
+    score_i = a_i d_i^power                     the patches with the lowest score leave
+    row of a meeting = mean of those that join, weighted by size_i a_i^value; sizes add
+
+Each leaving patch joins the most similar one that stays, and attention is in proportion to size (ToMe). So a token that
+leaves is not lost. a_i comes from the class token, which costs next to nothing to see (EViT's evidence), or is the mean
+over all queries (A-MoD's), which takes the scores a second time.
 """
 
 from __future__ import annotations
@@ -40,12 +46,14 @@ class Fold(Policy):
 
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
-        if settings.evidence == "class" and shape.prefix == 0:
+        if settings.evidence == "class" and not shape.class_token:
             raise UserError("evidence: 'class' needs a class token, which this backbone lacks; use 'column'.")
-        stages = tuple(range(settings.blocks, shape.layers)) if settings.stages is None else settings.stages
-        check_blocks("blocks" if settings.stages is None else "stages", stages or (settings.blocks,), 0, shape.layers)
+        first = max(1, shape.layers // 4) if settings.blocks is None else settings.blocks
+        stages = tuple(range(first, shape.layers)) if settings.stages is None else settings.stages
+        check_blocks("blocks" if settings.stages is None else "stages", stages or (first,), 0, shape.layers)
         self.stages = frozenset(stages)
-        self.look = "received" if settings.evidence == "column" else "class_row"
+        column = settings.evidence == "column" or not shape.class_token
+        self.look = "received" if column else "class_row"
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({self.look, "similarity"}) if layer in self.stages else frozenset()
@@ -64,12 +72,13 @@ class Fold(Policy):
         patches, count = view.patches, state.counts[view.layer]
         if view.layer not in self.stages or count == (state.counts[view.layer - 1] if view.layer else -1):
             return None
-        similarity, power = view.found["similarity"], self.settings.power
-        score = view.found[self.look]
-        if power:
+        similarity, settings = view.found["similarity"], self.settings
+        seen = score = view.found[self.look]
+        if settings.power:
             alike, _ = similarity.nearest(patches)
-            score = score * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** power
-        merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity)
+            score = score * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** settings.power
+        say = state.size * seen.clamp_min(1e-9) ** settings.value
+        merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity, say)
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, count=count + self.shape.prefix)

@@ -16,8 +16,9 @@ from ..layouts import Similarity
 
 
 def top(score: Tensor, among: Tensor, count: int) -> Tensor:
-    """[B, N] bool: in every image the `count` tokens of `among` [B, N] with the highest score."""
-    chosen = score.masked_fill(~among, float("-inf")).topk(count, dim=-1).indices
+    """[B, N] bool: in every image the `count` tokens of `among` [B, N] with the highest score; of equals the first."""
+    score = score.masked_fill(~among, float("-inf"))
+    chosen = score.argsort(dim=-1, descending=True, stable=True)[:, :count]
     return torch.zeros_like(among).scatter(1, chosen, True) & among
 
 
@@ -32,21 +33,26 @@ def thirds(layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, layers * q // 4) for q in (1, 2, 3)}))
 
 
-def join(into: Tensor, size: Tensor, present: Tensor) -> Merge:
-    """Tokens meet where `into` [B, N] says (-1: nowhere): rows become size-weighted means and sizes add."""
+def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> Merge:
+    """Tokens meet where `into` [B, N] says (-1: nowhere): rows become means and sizes add.
+
+    The means are weighted by `say` [B, N], by default the sizes.
+    """
     goes = into.clamp_min(0)
-    brought = torch.where((into < 0) | ~present, torch.zeros_like(size), size)
-    total = torch.zeros_like(size).scatter_add(1, goes, brought)
-    scale = brought / total.gather(1, goes).clamp_min(1e-6)
+    nobody = (into < 0) | ~present
+    brought, part = (t.masked_fill(nobody, 0.0) for t in (size, size if say is None else say))
+    total, whole = (torch.zeros_like(t).scatter_add(1, goes, t) for t in (brought, part))
+    scale = part / whole.gather(1, goes).clamp_min(1e-12)
     stays = into == torch.arange(size.shape[1], device=size.device)
     return Merge(into, scale, torch.where(stays & present, total, size))
 
 
-def fold(leaving: Tensor, targets: Tensor, size: Tensor, similarity: Similarity) -> Merge:
-    """Every leaving token joins its most similar target, [B, N] each; `size` are the sizes so far.
+def fold(leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity, say: Tensor | None = None) -> Merge:
+    """Every leaving patch joins the most similar one that stays; `size` [B, N] are the sizes so far, `say` as in join.
 
-    A token that finds no target leaves and joins nobody.
+    Whoever is no patch, or finds none that stays, leaves and joins nobody.
     """
-    _, nearest = similarity.nearest(targets & ~leaving)
+    _, nearest = similarity.nearest(patches & ~leaving)
     slot = torch.arange(size.shape[1], device=size.device).expand_as(leaving)
-    return join(torch.where(leaving, nearest, slot), size, similarity.here)
+    into = torch.where(leaving, torch.where(patches, nearest, -1), slot)
+    return join(into, size, similarity.here, say)

@@ -75,7 +75,7 @@ class ToMe(Policy):
         view.spend(float(a.shape[1] * b.shape[1] * keys.shape[-1]))
         score = score.masked_fill((a < prefix)[:, :, None] | (b < prefix)[:, None, :], float("-inf"))
         best, partner = score.max(-1)
-        edge = best.argsort(dim=-1, descending=True)
+        edge = best.argsort(dim=-1, descending=True, stable=True)
         gone, stay = edge[:, :r], edge[:, r:]
         if prefix:  # without a class token the authors leave them by falling similarity
             stay = stay.sort(dim=-1).values

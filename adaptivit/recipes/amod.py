@@ -1,4 +1,7 @@
-"""A-MoD's recipes (Sec. 4): 100 epochs from a pretrained checkpoint, batch 128, lr 1e-5, warm-up and cosine."""
+"""A-MoD's recipes (App. A.3): 100 epochs from a pretrained checkpoint, batch 128, lr 1e-5, warm-up and cosine.
+
+The length of the warm-up is ours.
+"""
 
 from __future__ import annotations
 

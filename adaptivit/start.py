@@ -1,0 +1,26 @@
+"""Where a policy starts from before training, or instead of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import data
+from .checkpoint import read_config
+from .data import Images, Labelled
+from .model import AdaptiveViT
+
+
+def calibrate(
+    model: AdaptiveViT, values: dict[str, Any], weights: str | None, some: Labelled, device: torch.device | str
+) -> str | None:
+    """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
+    this kind; returns a line that says what was done."""
+    trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name
+    if "beta" in values or trained:
+        return None
+    images = Images(some.spread(64), model.preprocessing.evaluation())
+    batch = next(data.batches(images, data.in_order(len(images), 64)))
+    return model.policy.calibrate(model, batch.images.to(device)) if len(batch.labels) else None
