@@ -219,10 +219,10 @@ def _write(config: CompareConfig, results: Results) -> None:
     if good:
         length = f"{config.epochs} epochs a method" if config.epochs else "without training"
         source = f"{int(good[0]['images']):,} images of {Path(config.data).name}"
-        detail = f"{config.backbone}, {source}, {length}, 95 % intervals"
+        detail = f"{config.backbone}, {source}, {length}"
         picture = pareto(points(good), detail=detail, reference=results.reference)
         write_bytes(results.path / "pareto.png", picture)
-    console = Console(width=None if Console().is_terminal else 140)
+    console = Console(width=None if Console().is_terminal else 120)
     console.print(screen(results.rows))
     for line in failures(results.rows):
         console.print(line, markup=False, highlight=False)

@@ -80,7 +80,7 @@ def drawn(points: Sequence[Point], detail: str = "", reference: str = "static") 
     axes = _axes(figure, _LEFT, below, _PLOT, _HEIGHT)
     _Panel(axes, points, [unit * p.gmacs for p in points], colours, level, cheap=True).draw()
     axes.set_xlabel(f"{'GMACs' if unit == 1 else 'MMACs'} an image (less is cheaper)", fontsize=8, color=MUTED)
-    _headline(axes, "Accuracy against work", detail.removesuffix(", 95 % intervals"))
+    _headline(axes, "Accuracy against work", detail)
     note = axes.annotate(_bars(points, reference), (0, 1), xycoords="axes fraction", color=MUTED, **_PIXELS)
     note.set(position=(0, 10), fontsize=8)
     if timed:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from conftest import BACKBONES, LAYOUTS, TINY, assert_close, assert_same_run, pictures, random_trace, randomise, tiny
+from conftest import (
+    ALL_LAYOUTS,
+    BACKBONES,
+    LAYOUTS,
+    TINY,
+    assert_close,
+    assert_same_run,
+    pictures,
+    random_trace,
+    randomise,
+    tiny,
+)
 from timm.layers import PatchEmbed, SwiGLU
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock, VisionTransformer
@@ -15,7 +26,7 @@ import adaptivit
 from adaptivit.errors import UnsupportedBackbone, UserError
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("kind", BACKBONES)
 @torch.no_grad()
 def test_static_is_timm(kind: str, layout: str) -> None:
@@ -26,7 +37,7 @@ def test_static_is_timm(kind: str, layout: str) -> None:
     assert_close(out.features, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("kind", "size"), [("class", 48), ("class", (24, 40)), ("average", 40), ("map", 16)])
 @torch.no_grad()
 def test_static_is_timm_at_another_image_size(kind: str, size: int | tuple[int, int], layout: str) -> None:
@@ -39,7 +50,7 @@ def test_static_is_timm_at_another_image_size(kind: str, size: int | tuple[int, 
     assert out.costs.tokens == out.trace.attended.shape[-1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @torch.no_grad()
 def test_gated_attention_and_wide_heads(layout: str) -> None:
     vit = VisionTransformer(**TINY).eval()
@@ -69,7 +80,7 @@ def test_static_is_timm_for_real_names(name: str, size: int) -> None:
         one.to_empty(device="cpu").eval()
         randomise(one)
     expected = again(pictures(2, size))
-    for layout in LAYOUTS:
+    for layout in ALL_LAYOUTS:
         assert_close(model(pictures(2, size), layout=layout).logits, expected, 2e-5)
 
 

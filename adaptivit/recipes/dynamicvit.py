@@ -9,8 +9,8 @@ def paper() -> TrainConfig:
     """Four losses; the backbone at a hundredth of the learning rate, frozen for 5 epochs.
 
     adaptivit train --recipe dynamicvit --data IMAGENET --weights DEIT_T.safetensors
-    A-ViT's Table 3 has 70.9 % at 0.9 GMACs for DeiT-T on ImageNet, by our count at a higher keep ratio than 0.7. Not run by
-    us on ImageNet.
+    A-ViT's Table 3 has 70.9 % at 0.9 GMACs for DeiT-T on ImageNet, by our count at a higher keep ratio than 0.7. Not
+    run by us on ImageNet.
     """
     return TrainConfig(
         data="",
