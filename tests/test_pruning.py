@@ -114,7 +114,7 @@ def test_dynamicvit_training(seed: int) -> None:
 
 @pytest.mark.parametrize("stage", [5, 2])
 def test_dynamicvit_gradient_is_the_public_codes(stage: int) -> None:
-    """Before the last block, where frozen rows of dropped patches differ from updated ones for nobody; and earlier, where
+    """Before the last block, where frozen rows of dropped patches differ from updated ones for nobody; and earlier, if
     nobody is dropped and a token's attention to itself must not count."""
     model = wild("dynamicvit", stages=(stage,)).train()
     with torch.no_grad():

@@ -1,0 +1,12 @@
+#!/bin/sh
+# Every method on the quickstart's digits, under one recipe, with no file and no download.
+#   benchmarks/digits.sh OUT [more flags of compare]
+# A static model is trained first; every method goes on from it for as many epochs, taught by it, and so does static.
+set -eu
+out=$1
+shift
+exec uv run adaptivit compare --data digits --backbone digits_vit --out "$out" --start static --distill 1 \
+  --epochs 3 --batch-size 32 --lr 1e-3 --warmup-epochs 0.5 --augment none "$@" --methods \
+  aht:budget,budget_share=0.5 aht:budget,budget_share=0.5,leave=fold avit amod:capacity=0.25 mod:capacity=0.25 \
+  dynamicvit:keep=0.6 evit:keep=0.6 tome:r=6 fold:budget=0.5 act confidence:threshold=0.95 similarity pondernet \
+  static:depth=3 static:share=0.5,by=width
