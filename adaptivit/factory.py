@@ -71,6 +71,16 @@ def _adopt(model: AdaptiveViT, state: dict[str, Any], source: str) -> None:
         model.policy.load_state_dict({k: v.to(wanted[k].dtype) for k, v in own.items()})
 
 
+def _kept(config: dict[str, Any]) -> dict[str, Any]:
+    """Stored settings of a policy that go on; a narrow static model has been made narrow already."""
+    stored = dict(config["settings"])
+    if config["policy"] == "static":
+        stored["width"] = None
+        if stored.get("by") == "width":
+            stored["share"] = None
+    return stored
+
+
 def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
     """A static model of smaller width, where its settings ask for one."""
     settings: Any = model.policy.settings
@@ -118,7 +128,7 @@ def _from_directory(
     if changes["img_size"] is None:
         changes["img_size"] = config["backbone"]["changes"].get("img_size")
     vit = build_backbone(backbone, **changes)
-    model = AdaptiveViT(vit, policy, (config["settings"] if same else {}) | settings, name)
+    model = AdaptiveViT(vit, policy, (_kept(config) if same else {}) | settings, name)
     model.class_names = config.get("class_names") if keep_head else None
     model.preprocessing = replace(Preprocessing.from_config(config["preprocessing"]), size=model.preprocessing.size)
     checkpoint.fit_backbone(vit, state, str(directory), replace_head=not keep_head)

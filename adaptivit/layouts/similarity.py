@@ -20,6 +20,8 @@ class Similarity:
         self.here = here
         self.parts = []
         for keys, cells in parts:
+            if keys.shape[1] == 0:
+                continue
             unit = F.normalize(keys.float(), dim=-1)
             with torch.autocast(keys.device.type, enabled=False):
                 cosine = unit @ unit.transpose(-2, -1)

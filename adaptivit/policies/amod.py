@@ -39,7 +39,8 @@ class AMoD(Policy):
         self.evidence_gradient = settings.multiply
         self.blocks = frozenset(routed_blocks(settings.blocks, settings.first, shape.layers))
         if 0 in self.blocks:
-            raise UserError("blocks: block 0 has no attention before it to be routed by; start at block 1.")
+            name = "first" if settings.blocks is None else "blocks"
+            raise UserError(f"{name}: block 0 has no attention before it to be routed by; start at block 1.")
         # where to look: the nearest dense block before every routed one
         self.looked = frozenset(max(d for d in range(b) if d not in self.blocks) for b in self.blocks)
 

@@ -54,6 +54,7 @@ class Fold(Policy):
         self.stages = frozenset(stages)
         column = settings.evidence == "column" or not shape.class_token
         self.look = "received" if column else "class_row"
+        self._counts(shape.tokens)  # an impossible budget is said now
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({self.look, "similarity"}) if layer in self.stages else frozenset()

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Every method adapted on a few thousand ImageNet images and judged on others.
+#   benchmarks/imagenet_small.sh DATA WEIGHTS OUT [more flags of compare]
+# DATA has train/ (imagenet/adapt) and test/ (imagenet/eval). Self-distillation from the static model, one recipe for all.
+set -eu
+data=$1 weights=$2 out=$3
+shift 3
+exec "${PYTHON:-python3}" -m adaptivit compare --data "$data" --weights "$weights" --out "$out" \
+  --backbone deit_tiny_patch16_224 --epochs 4 --batch-size 64 --lr 3e-5 --warmup-epochs 0.5 --augment crop \
+  --distill 1 --val-split 0.05 "$@" --methods \
+  aht:budget,budget_share=0.67 aht:budget,budget_share=0.67,leave=fold aht:budget,budget_share=0.67,feature=class_row \
+  avit amod:capacity=0.5 mod:capacity=0.5 dynamicvit:keep=0.7 evit:keep=0.7 tome:r=10 fold:budget=0.67 \
+  act confidence:threshold=0.8 similarity:threshold=0.1 pondernet static:depth=8
