@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 
 import adaptivit
+from adaptivit import sweep, sweep_report
+from adaptivit.config import TrainConfig
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
+from adaptivit.evaluate import Result
 from adaptivit.output import Output
 
 torch.set_num_threads(1)  # tensors are so small that a second thread only waits
@@ -226,3 +229,24 @@ def literal_forward(vit: Any, trace: Trace, images: Tensor) -> tuple[Tensor, Ten
                 value |= dict(zip(here, rows, strict=True))
         readouts.append(torch.stack([value[i] for i in range(len(x))]) if shares is None else shares)
     return torch.stack(readouts), computed
+
+
+# -- trials of a sweep that only say that they ran ------------------------------------------------------------------
+def result(top1: float, share: float) -> Result:
+    figures: dict[str, Any] = {"gmacs": 2 * share, "gmacs_blocks": 2 * share, "gmacs_static": 2.0, "mean_depth": 6.0}
+    return Result(10, 0, top1, 100.0, live=[5.0], live_mlp=[5.0], layout="masked", images_per_second=1.0, **figures)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Trials that only say that they ran: the higher lr, the better and the dearer."""
+    ran: list[TrainConfig] = []
+
+    def trial(config: TrainConfig, show: bool = True) -> Result:
+        ran.append(config)
+        return result(50 + 1e4 * config.lr - config.ponder, 0.5 + 400 * config.lr)
+
+    monkeypatch.setattr(sweep, "run_trial", trial)
+    monkeypatch.setattr(sweep, "_check", lambda *_: None)
+    monkeypatch.setattr(sweep_report, "draw", lambda *_: None)
+    return ran
