@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any]) -> No
         "settings": model.settings,
         "preprocessing": model.preprocessing.to_config(),
         "class_names": model.class_names,
+        "whole": None if model.whole is None else asdict(model.whole),
     } | extra
     with new_directory(directory) as place:
         write_bytes(place / "model.safetensors", to_bytes({k: v.cpu().clone() for k, v in tensors(model).items()}))

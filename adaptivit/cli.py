@@ -68,6 +68,10 @@ def _run(given: list[str]) -> None:
 
 
 def _parse(command: str, rest: list[str]) -> Any:
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    twice = next((flag for flag in flags if flags.count(flag) > 1), "")
+    if twice in ("--methods", "--seeds", "--space"):  # of other flags the last one counts
+        raise UserError(f"{twice} was given {flags.count(twice)} times; give all its values after one.")
     cls = _COMMANDS[command][0]
     default: Any = None
     if command == "train":

@@ -142,7 +142,22 @@ def _read(path: Path) -> list[Row]:
         raise UserError(f"{path} is no CSV file of a comparison ({error}); pass another --out.") from None
     if any(not row["seed"].isdigit() for row in rows):
         raise UserError(f"{path} is no CSV file of a comparison (a row without a seed); pass another --out.")
+    for row in rows:
+        _check_numbers(path, row)
     return rows
+
+
+def _check_numbers(path: Path, row: Row) -> None:
+    """A row that was damaged by hand is named before anything runs."""
+    needed = ("top1", "images", "gmacs", "gmacs_share", "mean_depth") if row["status"] == "ok" else ()
+    optional = ("difference", "difference_ci95", "images_per_second_compact", "speed_compact")
+    for name in (*needed, *(n for n in optional if row[n])):
+        try:
+            value = float(row[name])
+        except ValueError:
+            value = math.nan
+        if math.isnan(value) or (name == "top1" and not 0 <= value <= 100) or (name == "images" and value < 1):
+            raise UserError(f"{path}: {name} of {row['method']!r} is {row[name]!r}; mend it, or pass another --out.")
 
 
 def _cell(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from typing import Any, Literal
@@ -47,6 +48,6 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     except (TypeError, ValueError, OverflowError):
         wanted = {"int": "a whole number", "float": "a number"}.get(getattr(kind, "__name__", ""), str(kind))
         raise UserError(f"{name}: expected {wanted}, got {value!r}.") from None
-    if kind is float and number != number:
-        raise UserError(f"{name}: expected a number, got nan.")
+    if kind is float and not math.isfinite(number):
+        raise UserError(f"{name}: expected a finite number, got {number}.")
     return number

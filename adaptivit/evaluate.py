@@ -82,7 +82,7 @@ def evaluate(
         sums.add("mean_depth", trace.mean_depth.sum())
         sums.add("live", trace.live.double().sum(1))
         sums.add("live_mlp", trace.live_mlp.double().sum(1))
-        sums.static = output.costs.static / 1e9
+        sums.static = model.static_macs(output) / 1e9
         if "plan" in trace.facts:
             planned = trace.facts["planned"]
             halt = trace.facts["halt"].expand_as(planned)[planned].double()

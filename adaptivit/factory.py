@@ -16,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from . import checkpoint
-from .backbone import inspect
+from .backbone import Shape, inspect
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
 from .narrow import narrow
@@ -65,7 +65,8 @@ def create(
 def _adopt(model: AdaptiveViT, state: dict[str, Any], source: str) -> None:
     """Take the policy's own parameters out of a file that has them beside the backbone's, as authors publish them."""
     wanted = model.policy.state_dict()
-    own = {k: state.pop(k) for k in list(state) if k in wanted}
+    named = {k: k.removeprefix("policy.") for k in state}
+    own = {named[k]: state.pop(k) for k in list(state) if named[k] in wanted}
     if own:
         checkpoint.check_fit(wanted, own, f"{source} (policy)")
         model.policy.load_state_dict({k: v.to(wanted[k].dtype) for k, v in own.items()})
@@ -89,6 +90,7 @@ def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
     share = settings.share if settings.width is None else settings.width
     small = AdaptiveViT(narrow(model.vit, share, of_macs=settings.width is None), "static", model.settings)
     small.class_names, small.preprocessing = model.class_names, model.preprocessing
+    small.whole = model.shape if small.shape != model.shape else None
     return small
 
 
@@ -100,6 +102,7 @@ def load(directory: str | Path) -> AdaptiveViT:
         vit = build_backbone(described.get("name") or described["kwargs"], **described["changes"])
         model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
         model.class_names = config.get("class_names")
+        model.whole = Shape(**config["whole"]) if config.get("whole") else None
         model.preprocessing = Preprocessing.from_config(config["preprocessing"])
     except (KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"Damaged checkpoint: {directory}/config.json ({error!r}).") from None

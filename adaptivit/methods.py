@@ -64,6 +64,8 @@ def _recipe(policy: str, name: str | None) -> TrainConfig:
     for known in (f"{policy}-{name}", name):
         if known in fitting:
             return recipes.get(known)
+    if name[:1].isdigit():
+        raise UserError(f"method {policy!r}: settings are written key=value and lists 3+6, got {name!r}.")
     raise unknown(f"recipe of method {policy!r}:", name, [known.removeprefix(f"{policy}-") for known in fitting])
 
 
@@ -83,7 +85,7 @@ def full_spec(config: TrainConfig) -> str:
         value = getattr(here, f.name)
         written = f.name in _items(config.policy)  # training leaves a gate alone that was written down
         if written or value != getattr(plain, f.name) or value != getattr(there, f.name):
-            text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            text = "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
             items[f.name] = "none" if value is None else text
     for name in LOSSES:
         value = getattr(config, name)

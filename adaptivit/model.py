@@ -12,7 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from . import layouts, policies
-from .backbone import inspect
+from .backbone import Shape, inspect
+from .cost import CostModel
 from .errors import UserError
 from .forward import forward
 from .output import Output
@@ -29,6 +30,7 @@ class AdaptiveViT(nn.Module):
         self.policy_name = policy
         self.backbone_name = name  # the timm name, where there is one
         self.policy = policies.build(policy, self.shape, settings)
+        self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
         self.class_names: list[str] | None = None
         self.preprocessing = Preprocessing.of(vit)
 
@@ -66,6 +68,10 @@ class AdaptiveViT(nn.Module):
                 f"Expected images of {size[0]} x {size[1]} px, got {images.shape[2]} x {images.shape[3]}. "
                 "Resize them, or create the model with img_size=..."
             )
+
+    def static_macs(self, output: Output) -> float:
+        """MACs an image of the whole backbone with every token everywhere: what a saving is measured against."""
+        return CostModel(self.whole or self.shape, output.costs.tokens).static
 
     @property
     def settings(self) -> dict[str, Any]:

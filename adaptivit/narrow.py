@@ -45,10 +45,20 @@ def _make(vit: VisionTransformer, width: int, meta: bool) -> VisionTransformer:
     from .factory import arguments, build_backbone
 
     given: dict[str, Any] = arguments(vit) | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
+    last: Any = vit.blocks[-1]
+    rate = float(getattr(last.drop_path1, "drop_prob", 0.0) or 0.0)
     with torch.device("meta" if meta else "cpu"):
-        made = build_backbone(given | {"num_classes": vit.num_classes})
+        made = build_backbone(given | {"num_classes": vit.num_classes}, drop_path_rate=rate)
+    if _kinds(made) != _kinds(vit):
+        odd = sorted(set(_kinds(vit)) ^ set(_kinds(made)))
+        raise UserError(f"width: this backbone cannot be made narrower, its modules are unusual ({odd[0]}).")
+    made.to(next(vit.parameters()).dtype)
     made.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
     return made
+
+
+def _kinds(vit: VisionTransformer) -> list[str]:
+    return [f"{name} {type(m).__name__}" for name, m in vit.named_modules() if "drop" not in name]
 
 
 def _cut(vit: VisionTransformer, small: VisionTransformer) -> dict[str, Tensor]:
@@ -57,10 +67,11 @@ def _cut(vit: VisionTransformer, small: VisionTransformer) -> dict[str, Tensor]:
     cut = {}
     for name, target in small.state_dict().items():
         value = wide[name]
-        if ".attn.qkv." in name:
-            value = value.unflatten(0, (3, heads, -1))
-            value = value[:, :, : target.shape[0] // (3 * heads)].flatten(0, 2)
-        elif name.endswith(".attn.proj.weight"):
+        parts = 3 if ".attn.qkv." in name else 2 if "attn_pool.kv." in name else 1
+        if parts > 1 or "attn_pool.q." in name or ".attn.norm." in name:
+            value = value.unflatten(0, (parts, heads, -1))
+            value = value[:, :, : target.shape[0] // (parts * heads)].flatten(0, 2)
+        elif name.endswith((".attn.proj.weight", "attn_pool.proj.weight")):
             value = value.unflatten(1, (heads, -1))[:, :, : target.shape[1] // heads].flatten(1)
         cut[name] = value[tuple(slice(0, n) for n in target.shape)].clone()
     return cut

@@ -80,7 +80,7 @@ def predict(
                     classes=[names[c] if names and c < len(names) else str(c) for c in top.indices[b].tolist()],
                     probabilities=top.values[b].tolist(),
                     gmacs=float(output.macs_deployed[b]) / 1e9,
-                    static_gmacs=output.costs.static / 1e9,
+                    static_gmacs=model.static_macs(output) / 1e9,
                     mean_depth=float(output.trace.mean_depth[b]),
                     live=output.trace.live[:, b].tolist(),
                 )

@@ -45,8 +45,9 @@ class Axis:
 
     @property
     def ends(self) -> tuple[Value, ...]:
-        """The values whose limits are checked: every choice, or both ends."""
-        return self.choices or (self._typed(self.low), self._typed(self.high))
+        """The values whose limits are checked: every choice, or both ends and one between."""
+        inside = self.low + 0.37 * (self.high - self.low)
+        return self.choices or (self._typed(self.low), self._typed(inside), self._typed(self.high))
 
     def draw(self, generator: random.Random) -> Value:
         if self.choices:
@@ -177,7 +178,7 @@ def _spec(policy: str, changes: Mapping[str, Value]) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return "+".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 

@@ -162,6 +162,8 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     trainer = _trainer(config, model, accelerator, classes)
     images = Images(train_set, model.preprocessing.training(config), config.seed)
     val = Images(val_set, model.preprocessing.evaluation())
+    if not trainer.objective.terms:
+        raise UserError("No loss has a weight > 0: give --task, --exits, --expected or another.")
     _probe(trainer, val)
     run.open()
     start = run.restore(trainer) if config.resume else 0
@@ -179,7 +181,13 @@ def _probe(trainer: Trainer, val: Images) -> None:
     if len(batch.labels):
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
         output = trainer.model(images, ask=trainer.objective.needs)
-        trainer.objective(output, trainer.taught(images, targets))
+        taught = trainer.taught(images, targets)
+        for name, (_, term) in trainer.objective.terms.items():
+            try:
+                term(output, taught)
+            except UserError as error:
+                policy = trainer.model.policy_name
+                raise UserError(f"--{name.replace('_', '-')}: the policy {policy!r} cannot serve it: {error}") from None
 
 
 def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, classes: int) -> Trainer:

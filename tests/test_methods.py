@@ -131,3 +131,15 @@ def test_the_backbone_of_the_quickstart_by_name(tmp_path: Path) -> None:
     assert create("digits_vit", "static", num_classes=7, img_size=32).vit.num_classes == 7
     with pytest.raises(UserError, match="download"):
         create("digits_vit", "static", weights=True)
+
+
+def test_a_list_is_written_as_it_is_read() -> None:
+    config = parse_method("tome:r=2+2+1", SHARED)
+    assert parse_method(full_spec(config), SHARED) == config
+    with pytest.raises(UserError, match="lists 3\\+6"):
+        parse_method("evit:stages=3,6", SHARED)
+
+
+def test_a_flag_given_twice_is_refused(tmp_path: Path, capsys: Any) -> None:
+    said = refused(capsys, "compare", "--methods", "tome", "--methods", "fold", "--data", "digits")
+    assert "--methods was given 2 times" in said

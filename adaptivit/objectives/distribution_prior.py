@@ -47,7 +47,7 @@ class DistributionPrior:
         if "raw_scores" not in facts:
             raise UserError(
                 "The prior in its reference form needs the scores of halted rows: "
-                "use policy 'avit' and model(images, ask=objective.needs)."
+                "use policy 'avit' with gate=neuron, or --prior-form paper."
             )
         raw = facts["raw_scores"]
         mean = raw.mean((1, 2))

@@ -13,12 +13,14 @@ ask=('exits',) every exit speaks and nobody leaves.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..backbone import Shape
 from ..decision import Drop
+from ..errors import UserError
 from .base import Policy
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ class Exits(Policy):
     """What both rules share. Facts with ask=('exits',): exits [L, B, C]."""
 
     offers = frozenset({"exits"})
+
+    def __init__(self, settings: Any, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        if not shape.heads_out:
+            raise UserError("Exits need a backbone with a classifier; this one has num_classes = 0.")
 
     def start(self, view: View) -> State:
         return State(torch.zeros(len(view.present), dtype=torch.long, device=view.present.device))

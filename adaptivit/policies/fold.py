@@ -99,7 +99,8 @@ def macs(shape: Shape, tokens: int, stages: frozenset[int], look: str, left: tup
     costs = CostModel(shape, tokens)
     updated = torch.tensor([[float(n + shape.prefix)] for n in left], dtype=torch.float64)
     attended = torch.cat([updated.new_tensor([[float(tokens)]]), updated[:-1]])
-    total = costs.embedding + costs.head + float(costs.blocks(attended, updated))
+    pooled = left[-1] + shape.prefix if shape.read == shape.tokens else tokens
+    total = costs.embedding + costs.head_over(pooled) + float(costs.blocks(attended, updated))
     for layer in stages:
         total += float(sum(costs.evidence(name, attended[layer]) for name in (look, "similarity")))
     return total
