@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_data import refused
 
 from adaptivit import data, digits, policies
 from adaptivit.bench_config import CompareConfig
