@@ -145,7 +145,7 @@ def test_an_unknown_flag_or_choice_is_named(tmp_path: Path, capsys: Any) -> None
 
 POLICIES = {
     "aht:threshold=0": "threshold: expected a number > 0, got 0",
-    "aht:threshold=nan": "threshold: expected a number, got nan",
+    "aht:threshold=nan": "threshold: expected a finite number, got nan",
     "aht:threshold=high": "threshold: expected a number, got 'high'",
     "aht:eps=2": "eps: expected 0 <= eps < threshold",
     "aht:tau=0": "tau: expected a number > 0",
