@@ -12,6 +12,7 @@ ask=('exits',) every exit speaks and nobody leaves.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +59,9 @@ class Exits(Policy):
         state.row = torch.where(holds, state.row + 1, torch.zeros_like(state.row))
         return Drop((state.row >= self.settings.patience)[:, None] & view.present)
 
+    @abstractmethod
     def _holds(self, view: View, state: State) -> Tensor:
         """[B] bool: whether the rule holds after this block."""
-        raise NotImplementedError
 
     def facts(self, state: State) -> dict[str, Tensor]:
         return {"exits": torch.stack(state.exits)} if state.exits else {}
