@@ -90,6 +90,8 @@ class TrainConfig:
     """Decay of an exponential moving average of the weights, e.g. 0.999; 0 for none. The average is what is saved."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast on a GPU and fp32 on a CPU by default."""
+    compile: bool = False
+    """torch.compile the forward pass of training; the first step waits for the compiler."""
 
     label_smoothing: float = 0.0
     """Label smoothing of the cross-entropy."""

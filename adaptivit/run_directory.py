@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .train import Trainer
 
 # May differ between an interrupted run and its continuation.
-_FREE = {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard"}
+_FREE = {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "compile"}
 
 
 class RunDirectory:

@@ -77,7 +77,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     config: TrainConfig
     accelerator: Accelerator
-    wrapped: Any  # the model as accelerate runs it
+    wrapped: Any  # the model as accelerate runs it, compiled where that was asked for
     teacher: AdaptiveViT | None = None
     mixup: Mixup | None = None
     average: Average | None = None
@@ -196,6 +196,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
         teacher = _teacher(config, model.class_names or []).to(accelerator.device)
     optimizer = adamw(model, config)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
+    if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
+        wrapped = torch.compile(wrapped, dynamic=False)
     mixup = None
     if config.mixup or config.cutmix:
         mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)

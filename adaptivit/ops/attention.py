@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import weighted_kernels
+
 
 def _bounded(excess: Tensor, weight: Tensor) -> Tensor:
     """log(exp(s) / Z), held at 0 for keys that have left: one whose logit exceeds all live ones together would send the
@@ -51,12 +53,17 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float 
     """
     if dropout > 0:
         return (F.dropout(probabilities(q, k, weight, own=own), dropout) @ v.float()).to(v.dtype)
+    if q.is_cuda and weighted_kernels.usable(v):
+        return weighted_kernels.attention(q, k, v, weight, own=own)
     with torch.autocast(q.device.type, enabled=False):
         return _Weighted.apply(q, k, v, weight, own)  # type: ignore[no-untyped-call]
 
 
 class _Weighted(torch.autograd.Function):
-    """probabilities(q, k, w) @ v with its gradient written out: half the passes over the attention matrix."""
+    """probabilities(q, k, w) @ v with its gradient written out: half the passes over the attention matrix.
+
+    On a GPU the kernels of weighted_kernels.py do the same without that matrix.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, own: bool) -> Tensor:

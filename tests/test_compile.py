@@ -1,0 +1,88 @@
+"""Training under torch.compile: one graph, the same losses and gradients, and no second compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import pictures, tiny
+from test_data import split_folder, train
+from test_resume import assert_same_weights, weights
+from torch import Tensor
+
+from adaptivit.config import TrainConfig
+from adaptivit.data import Loaded
+from adaptivit.train import Trainer, _accelerator, _trainer
+
+# torch's own, while it traces an autograd function
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, losses
+    "static": ({}, {}),
+    "aht": ({"straight_through": True, "beta": -2.0}, {"target_depth": 0.1, "budget": 10.0, "ponder": 0.01}),
+    "avit": ({"gate_scale": 1.0, "gate_center": 2.0}, {"ponder": 0.01, "prior": 0.1}),
+}
+
+
+@pytest.fixture
+def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile that neither breaks a graph nor needs a compiler, whose arithmetic is the eager one's."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def trainer(method: str, compiled: bool, precision: Any) -> Trainer:
+    given, losses = METHODS[method]
+    config = TrainConfig(data="", lr=1e-3, compile=compiled, precision=precision, device="cpu", **losses)
+    return _trainer(config, tiny(method, more={"depth": 4}, **given), _accelerator(config), 10)
+
+
+def step(one: Trainer, number: int) -> tuple[float, dict[str, Tensor], Any]:
+    batch = Loaded(pictures(4, seed=number), torch.arange(4), torch.arange(4), [])
+    losses, output = one.step(batch, number, 4)
+    gradients = {k: p.grad.clone() for k, p in one.model.named_parameters() if p.grad is not None}
+    return float(losses.total.detach()), gradients, output
+
+
+@pytest.mark.usefixtures("one_graph")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_training(method: str) -> None:
+    plain, compiled = trainer(method, False, "fp32"), trainer(method, True, "fp32")
+    for number in range(3):
+        loss, gradients, output = step(plain, number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            other_loss, other_gradients, other_output = step(compiled, number)
+        assert loss == other_loss
+        assert gradients.keys() == other_gradients.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, other_gradients[name]), name
+        assert torch.equal(output.trace.attended, other_output.trace.attended)
+        assert method == "static" or not output.trace.attended[-1].all()
+
+
+@pytest.mark.usefixtures("one_graph")
+def test_the_same_training_under_autocast() -> None:
+    """As on a GPU: accelerate's wrapper is part of the graph."""
+    plain, compiled = trainer("aht", False, "bf16"), trainer("aht", True, "bf16")
+    for number in range(2):
+        loss, _, output = step(plain, number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            other_loss, _, other_output = step(compiled, number)
+        assert loss == pytest.approx(other_loss, rel=1e-2)
+        assert output.logits.dtype == other_output.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("one_graph")
+def test_the_flag(tmp_path: Path) -> None:
+    """Validation and what is saved are those of the plain model."""
+    where = split_folder(tmp_path / "in")
+    arguments = ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ema", 0.9)
+    assert train(where, tmp_path / "plain", *arguments) == 0
+    assert train(where, tmp_path / "compiled", *arguments, "--compile") == 0
+    assert_same_weights(weights(tmp_path / "plain"), weights(tmp_path / "compiled"))
