@@ -13,6 +13,7 @@ from rich.console import Console
 
 from . import __version__
 from .bench_config import CompareConfig
+from .benchmark_config import BenchmarkConfig
 from .config import EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
 from .settings import SETTINGS, describe
@@ -25,7 +26,14 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "sweep": (SweepConfig, "search over settings on the validation images"),
     "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
+    "benchmark": (BenchmarkConfig, "throughput and latency beside static baselines, in one run"),
 }
+
+# Flags with several values.
+_LISTS = (
+    *("--methods", "--seeds", "--space"),
+    *("--backbones", "--policies", "--profile", "--layouts", "--batch-sizes", "--dtypes", "--static-modes"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,7 +78,7 @@ def _run(given: list[str]) -> None:
 def _parse(command: str, rest: list[str]) -> Any:
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     twice = next((flag for flag in flags if flags.count(flag) > 1), "")
-    if twice in ("--methods", "--seeds", "--space"):  # of other flags the last one counts
+    if twice in _LISTS:  # of other flags the last one counts
         raise UserError(f"{twice} was given {flags.count(twice)} times; give all its values after one.")
     cls = _COMMANDS[command][0]
     default: Any = None
@@ -102,7 +110,7 @@ def _help(command: str, rest: list[str]) -> None:
     """tyro's help, then the policies' settings and the recipes."""
     with contextlib.suppress(SystemExit):
         _parse(command, rest)
-    if command in ("train", "compare", "sweep", "evaluate", "predict"):
+    if command in ("train", "compare", "sweep", "evaluate", "predict", "benchmark"):
         print(_policies())
     if command in ("train", "compare", "sweep"):
         print(_recipes("policy:NAME" if command == "compare" else "--recipe NAME; other flags override"))

@@ -19,6 +19,7 @@ from . import __version__, data, settings
 from . import evaluate as evaluation
 from . import predict as prediction
 from .bench_config import CompareConfig
+from .benchmark_config import BenchmarkConfig
 from .config import EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .data import Images, Labelled
 from .errors import UserError
@@ -50,6 +51,22 @@ def compare(config: CompareConfig) -> None:
     if all(row["status"] != "ok" for row in rows):
         raise UserError(f"Every method failed; the first: {rows[0]['reason']}")
     print(f"wrote results.csv, results.md and pareto.png to {config.out}")
+
+
+def benchmark(config: BenchmarkConfig) -> None:
+    """adaptivit benchmark"""
+    from .benchmark import run
+
+    try:
+        rows = run(config)
+    except KeyboardInterrupt:
+        print(f"interrupted; finished configurations are in {config.out}/benchmark.csv", file=sys.stderr)
+        raise SystemExit(130) from None
+    failed = sum(row["status"] != "ok" for row in rows)
+    print(f"wrote benchmark.csv, benchmark.md{' and charts' * (failed < len(rows))} to {config.out}")
+    if failed:
+        print(f"{failed} of {len(rows)} contenders failed", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def build(config: ModelConfig) -> AdaptiveViT:

@@ -17,6 +17,7 @@ from test_data import SMALL, folder, refused, run
 
 import adaptivit
 from adaptivit.bench_config import CompareConfig
+from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
 from adaptivit.config import EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
@@ -25,7 +26,7 @@ from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
-CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig}
+CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig}
 
 
 def plain(text: str) -> str:
@@ -96,6 +97,7 @@ def test_help_and_version_do_not_import_torch() -> None:
         "import sys; from adaptivit.cli import main\n"
         "main(['--help']); main(['--version'])\n"
         "for c in ('quickstart', 'train', 'evaluate', 'predict', 'compare', 'sweep'): main([c, '--help'])\n"
+        "main(['benchmark', '--help'])\n"
         "main(['train', '--recipe', 'aht-balanced', '--help'])\n"
         "slow = {'torch', 'timm', 'torchvision', 'accelerate', 'sklearn', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not slow, slow"
