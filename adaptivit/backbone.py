@@ -137,11 +137,8 @@ EVIDENCE = {
 }
 
 
-def attention(block: Any, layout: Layout, taps: Taps) -> Tensor:
-    """The first residual branch on the layout's rows: [R, D] -> [R, D]."""
-    attn = block.attn
-    y = block.norm1(layout.rows)
-    q, k, v = _qkv(attn, y)
+def look(layout: Layout, taps: Taps, q: Tensor, k: Tensor) -> None:
+    """What a policy wants to see of the attention, from q and k [R, H, d]."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and taps.gradient):
         if "received" in taps.wanted:
             taps.give("received", layout.attention_rows(q, k, "all"))
@@ -151,15 +148,23 @@ def attention(block: Any, layout: Layout, taps: Taps) -> Tensor:
             taps.give("keys", layout.grid(k.float().mean(-2)))
         if "similarity" in taps.wanted:
             taps.give("similarity", layout.similarity(k.float().mean(-2)))
+
+
+def attention(block: Any, layout: Layout, taps: Taps) -> None:
+    """The first residual branch on the layout's rows [R, D]."""
+    attn = block.attn
+    y = block.norm1(layout.rows)
+    q, k, v = _qkv(attn, y)
+    look(layout, taps, q, k)
     out = layout.attend(q, k, v, attn.attn_drop.p if attn.training else 0.0)
     if "ghost" in taps.wanted:
-        taps.give("ghost", _ghost(block, layout, k, v))
+        taps.give("ghost", ghost(block, layout, k, v))
     delta = block.ls1(_project(attn, out, y))
-    return _drop_path(block.drop_path1, delta, layout)
+    layout.add(_drop_path(block.drop_path1, delta, layout))
 
 
-def mlp(block: Any, layout: Layout, taps: Taps) -> Tensor:
-    """The second residual branch: [R, D] -> [R, D]."""
+def mlp(block: Any, layout: Layout, taps: Taps) -> None:
+    """The second residual branch."""
     ffn = block.mlp
     hidden = ffn.fc1(block.norm2(layout.rows))
     if "fc1" in taps.wanted:
@@ -168,7 +173,7 @@ def mlp(block: Any, layout: Layout, taps: Taps) -> Tensor:
     if "gelu" in taps.wanted:
         taps.give("gelu", layout.grid(hidden[..., taps.index].float()))
     out = ffn.drop2(ffn.fc2(ffn.norm(ffn.drop1(hidden))))
-    return _drop_path(block.drop_path2, block.ls2(out), layout)
+    layout.add(_drop_path(block.drop_path2, block.ls2(out), layout))
 
 
 def _qkv(attn: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +189,7 @@ def _project(attn: Any, out: Tensor, y: Tensor) -> Tensor:
     return attn.proj_drop(attn.proj(out))
 
 
-def _ghost(block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
+def ghost(block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
     """[B, D] a zero row with zeroed norms through the block: it still collects values and biases on its way."""
     attn, ffn = block.attn, block.mlp
     zero = layout.rows.new_zeros(layout.batch, layout.rows.shape[-1])

@@ -7,6 +7,7 @@ count is what a compact layout runs; `masked` runs every row and only pretends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,15 @@ from .backbone import Shape
 def row_macs(module: nn.Module) -> int:
     """Multiply-accumulates of a row-wise module (planner, router) for one row."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """MACs beside the blocks: noted while a pass runs, added up when somebody asks."""
+
+    part: str  # policy, evidence or asked
+    present: Tensor  # [B, N] bool
+    macs: Callable[[Tensor], Tensor]  # [B] tokens present (float64) -> [B]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ all and known beforehand. A layout of fixed shapes then need not look.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -83,6 +83,7 @@ class Merge:
 
 
 Decision = Keep | Drop | Skip | Merge
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (Keep, Drop, Skip, Merge)}  # torch.compile reads this
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class Trace:
 
 def detached(decision: Decision, device: torch.device | None = None) -> Decision:
     """The same answer without gradients, for the record, or on another device."""
-    values: dict[str, Any] = {
-        name: value.detach().to(device or value.device) if isinstance(value, torch.Tensor) else value
-        for name, value in vars(decision).items()
-    }
+    values: dict[str, Any] = {}
+    for name in _FIELDS[type(decision)]:
+        value = getattr(decision, name)
+        values[name] = value.detach().to(device or value.device) if isinstance(value, torch.Tensor) else value
     return type(decision)(**values)

@@ -6,6 +6,7 @@ again. Shapes: B images, N slots, D width, L blocks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from . import backbone
 from .backbone import Shape, Taps
-from .cost import CostModel, row_macs
+from .cost import CostModel, Spent, row_macs
 from .decision import Step, Trace, When, detached
 from .layouts import Layout
 from .output import Output
@@ -27,29 +28,34 @@ def forward(
     vit: VisionTransformer,
     shape: Shape,
     policy: Policy,
-    layout_type: type[Layout],
+    layout_type: Callable[[Tensor, int], Layout],
     images: Tensor,
     ask: Collection[str] = (),
+    blocks: Any = backbone,
 ) -> Output:
-    """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act."""
-    x = backbone.embed(vit, images)
+    """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act.
+
+    `blocks` has the functions embed, attention and mlp: backbone.py, or fused.py with the same in fewer passes.
+    """
+    x = blocks.embed(vit, images)
     dense = not {"tokens", "patches"}.isdisjoint(ask) or shape.read == shape.tokens
     read = x.shape[1] if dense else shape.read
     layout = layout_type(x, read)
     run = _Run(layout, CostModel(shape, x.shape[1]), read)
     state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
     for layer, block in enumerate(vit.blocks):
+        layout.layer = layer
         view = View(run, layer, vit, shape, {}, frozenset(ask))
         taps = Taps(policy.evidence(layer, view.asked), policy.evidence_index, policy.evidence_gradient)
 
         run.answer(layer, "before", policy.before(view, state))
         run.attended.append(layout.here)
-        layout.add(backbone.attention(block, layout, taps))
+        blocks.attention(block, layout, taps)
         view.found.update(taps.found or {})
 
         run.answer(layer, "between", policy.between(view, state))
         run.updated.append(layout.here)
-        layout.add(backbone.mlp(block, layout, taps))
+        blocks.mlp(block, layout, taps)
         view.found.update(taps.found or {})
 
         layout.come_back()
@@ -63,9 +69,11 @@ def forward(
         readout = layout.remaining()
         run.pooled = readout.shape[1]
     features, logits = backbone.head(vit, readout)
+    attended = torch.stack(run.attended)
+    same = all(a is b for a, b in zip(run.attended, run.updated, strict=True))
     trace = Trace(
-        torch.stack(run.attended),
-        torch.stack(run.updated),
+        attended,
+        attended if same else torch.stack(run.updated),
         shape.prefix,
         tuple(run.steps),
         policy.facts(state),
@@ -75,7 +83,8 @@ def forward(
         logits=logits,
         features=features,
         trace=trace,
-        parts=run.parts(trace),
+        spent=tuple(run.spent),
+        pooled=run.pooled,
         costs=run.costs,
         layout=layout.name,
         tokens=last if "tokens" in ask else None,
@@ -95,7 +104,7 @@ class _Run:
     steps: list[Step] = field(default_factory=list)
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
-    extra: dict[str, Tensor] = field(default_factory=dict)  # [B] MACs beside the blocks
+    spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
 
     def answer(self, layer: int, when: When, decision: object) -> None:
         """Take the policy's share for the readout, then let the layout do the rest."""
@@ -108,25 +117,10 @@ class _Run:
         self.layout.carry_out(decision, when)  # type: ignore[arg-type]
         self.steps.append(Step(layer, when, detached(decision)))  # type: ignore[arg-type]
 
-    def spend(self, part: str, macs: Tensor) -> None:
-        self.extra[part] = self.extra[part] + macs if part in self.extra else macs
-
     def count_evidence(self, wanted: frozenset[str], acting: frozenset[str]) -> None:
-        present = self.attended[-1].sum(-1).double()
         for name in sorted(wanted):
-            self.spend("evidence" if name in acting else "asked", self.costs.evidence(name, present))
-
-    def parts(self, trace: Trace) -> dict[str, Tensor]:
-        blocks = self.costs.blocks(trace.live.double(), trace.live_mlp.double())
-        zero = torch.zeros_like(blocks)
-        return {
-            "embedding": zero + self.costs.embedding,
-            "blocks": blocks,
-            "head": zero + (self.costs.head if self.pooled is None else self.costs.head_over(self.pooled)),
-            "policy": self.extra.get("policy", zero),
-            "evidence": self.extra.get("evidence", zero),
-            "asked": self.extra.get("asked", zero),
-        }
+            part = "evidence" if name in acting else "asked"
+            self.spent.append(Spent(part, self.attended[-1], functools.partial(CostModel.evidence, self.costs, name)))
 
 
 @dataclass
@@ -178,29 +172,35 @@ class View:
             return layout.expand(layout.mean(values, over))
 
         out = module(layout.rows) if over is None else module(layout.rows, mean)
-        self.spend(layout.here.sum(-1).double() * row_macs(module), part=part)
+        self._spend(row_macs(module), part)
         return layout.grid(out)
 
     def apply_to_images(self, module: nn.Module, values: Tensor) -> Tensor:
         """Run a small module on one row an image, [B, C] -> [B, ...]; 0 for images that have left; counted."""
-        self.spend(self._run.layout.here.any(-1).double() * row_macs(module))
+        self._spend(row_macs(module), "policy", images=True)
         return self._where_present(module, values)
 
     def logits(self, part: str = "policy") -> Tensor:
         """[B, classes] what the model's own head says at this point (an exit); 0 for images that have left; counted."""
         shape, leading = self.shape, self._run.layout.leading()
-        self.spend(self._run.layout.here.any(-1).double() * self._run.costs.head, part=part)
+        self._spend(self._run.costs.head, part, images=True)
         leading = leading if shape.read == shape.tokens else leading[:, : shape.read]
         return self._where_present(lambda rows: backbone.head(self._vit, rows)[1], leading)
 
     def spend(self, macs: Tensor | float, part: str = "policy") -> None:
         """Count MACs [B] of a policy's own matrix products."""
-        self._run.spend(part, torch.zeros(len(self.present), dtype=torch.float64, device=self.present.device) + macs)
+        self._run.spent.append(Spent(part, self.present, lambda present: torch.zeros_like(present) + macs))
+
+    def _spend(self, each: float, part: str, *, images: bool = False) -> None:
+        """So many MACs for every present token, or for every image that has one."""
+        self._run.spent.append(
+            Spent(part, self.present, lambda present: (present > 0).double() * each if images else present * each)
+        )
 
     def _where_present(self, run: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """`run` on the images that have a token left: on all of them where rows are masked, not moved."""
         some = self._run.layout.here.any(-1)
-        if not self._run.layout.compact:
+        if self._run.layout.fixed:
             out = run(values)
             return torch.where(some.reshape(-1, *[1] * (out.ndim - 1)), out, torch.zeros_like(out))
         index = some.nonzero()[:, 0]

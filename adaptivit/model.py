@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import layouts, policies
+from . import backbone, fused, layouts, policies
 from .backbone import Shape, inspect
+from .capture import Captured
 from .cost import CostModel
+from .decision import Trace
 from .errors import UserError
 from .forward import forward
+from .layouts import Layout, PackedOnDevice, Plan
 from .output import Output
 from .preprocess import Preprocessing
 
@@ -41,8 +45,46 @@ class AdaptiveViT(nn.Module):
         for the last value of every token, "patches" for those of the patches after the final norm.
         """
         self._check(images)
-        chosen = layouts.choose(layout, training=self.training, device=images.device, equal=self.policy.equal)
-        return forward(self.vit, self.shape, self.policy, chosen, images, ask)
+        return self._run(self._choose(layout, images.device), images, ask)
+
+    def _run(
+        self, choice: layouts.Choice, images: Tensor, ask: Collection[str] = (), plan: Plan | None = None
+    ) -> Output:
+        make: Callable[[Tensor, int], Layout] = choice.type
+        if choice.type is PackedOnDevice:
+            make = functools.partial(PackedOnDevice, plan=plan or Plan(prefix_stays=self.policy.prefix_stays))
+        blocks = fused if choice.fused else backbone
+        return forward(self.vit, self.shape, self.policy, make, images, ask, blocks)
+
+    def _choose(self, layout: str, device: torch.device) -> layouts.Choice:
+        refusal = "training" if self.training else fused.refusal(self.vit, next(self.parameters()).dtype, device)
+        return layouts.choose(layout, training=self.training, device=device, equal=self.policy.equal, refusal=refusal)
+
+    def capture(
+        self,
+        batch: int,
+        *,
+        layout: str = "auto",
+        profile: Tensor | Trace | Sequence[float] | None = None,
+        compile: bool | None = None,
+    ) -> Captured:
+        """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
+
+        profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
+        GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
+        kernels first (half a minute, once); by default for every policy but static.
+        """
+        return Captured(self, batch, layout, profile, compile)
+
+    def explain_layout(self, layout: str = "auto") -> str:
+        """Which layout would run now, with which kernels, and why, in a line."""
+        device = next(self.parameters()).device
+        with torch.inference_mode():
+            choice = self._choose(layout, device)
+            refusal = fused.refusal(self.vit, next(self.parameters()).dtype, device)
+        how = "fused Triton kernels" if choice.fused else "timm's modules"
+        because = "" if choice.fused or refusal is None or device.type == "cpu" else f" (no fused kernels: {refusal})"
+        return f"{choice.type.name} on {device.type} with {how}{because}: {choice.why}"
 
     def _check(self, images: Tensor) -> None:
         if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from .cost import CostModel
+from .cost import CostModel, Spent
 from .decision import Trace
 
 
@@ -17,12 +19,25 @@ class Output:
     logits: Tensor  # [B, classes]
     features: Tensor  # [B, D] what the classifier reads
     trace: Trace
-    # [B] MACs by part: embedding, blocks, head, policy (planners, routers that act), evidence, asked (only on request)
-    parts: dict[str, Tensor]
     costs: CostModel
     layout: str
     tokens: Tensor | None = None  # [B, N, D] last value of every token, when asked for
     patches: Tensor | None = None  # [B, N - prefix, D] the patches among them after the final norm, when asked for
+    spent: tuple[Spent, ...] = ()  # what `parts` adds up
+    pooled: int | None = None  # tokens that a pooling head read, where it read fewer than there are slots
+
+    @cached_property
+    def parts(self) -> dict[str, Tensor]:
+        """[B] MACs by part: embedding, blocks, head, policy (planners, routers that act), evidence, asked (only on
+        request). Counted when first asked for."""
+        blocks = self.costs.blocks(self.trace.live.double(), self.trace.live_mlp.double())
+        zero = torch.zeros_like(blocks)
+        head = self.costs.head if self.pooled is None else self.costs.head_over(self.pooled)
+        parts = {"embedding": zero + self.costs.embedding, "blocks": blocks, "head": zero + head}
+        parts |= {"policy": zero, "evidence": zero, "asked": zero}
+        for spent in self.spent:
+            parts[spent.part] = parts[spent.part] + spent.macs(spent.present.sum(-1).double())
+        return parts
 
     @property
     def macs(self) -> Tensor:

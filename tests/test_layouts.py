@@ -11,10 +11,19 @@ from torch import Tensor
 
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
-from adaptivit.layouts import Gathered, Layout, Masked, Packed
+from adaptivit.layouts import Gathered, Layout, Masked, Packed, PackedOnDevice, Plan
 
 B, N, D, H = 4, 7, 6, 2
-every = pytest.mark.parametrize("make", [Masked, Packed, Gathered])
+
+
+class Still(PackedOnDevice):
+    """Moves no row because a token has left."""
+
+    def __init__(self, x: Tensor, read: int) -> None:
+        super().__init__(x, read, Plan(moves=frozenset()))
+
+
+every = pytest.mark.parametrize("make", [Masked, Packed, PackedOnDevice, Still, Gathered])
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -10,15 +10,18 @@ import torch
 from conftest import KINDS, assert_close, assert_same_run, literal_forward, merging, pictures, random_trace, tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from test_layouts import Still
 from torch import Tensor
 
 from adaptivit import backbone, policies
 from adaptivit.decision import Drop, Merge, Step, Trace
 from adaptivit.forward import forward
-from adaptivit.layouts import Gathered, Layout, Masked, Packed
+from adaptivit.layouts import Gathered, Layout, Masked, Packed, PackedOnDevice
 from adaptivit.output import Output
 
 LAYERS, SLOTS = 6, 17
+RAGGED = (Masked, Packed, PackedOnDevice, Still)  # images may differ in length
+EVERY = (*RAGGED, Gathered)
 answers = st.lists(st.sampled_from(KINDS), min_size=3 * LAYERS, max_size=3 * LAYERS)
 
 
@@ -33,9 +36,9 @@ def replayed(kind: str, trace: Trace) -> Any:
 
 
 def check_sequence(kind: str, trace: Trace, *layouts: type[Layout]) -> None:
-    """masked, packed (or those given) and a literal loop over the tokens are one."""
+    """The ragged layouts (or those given) and a literal loop over the tokens are one."""
     model = replayed(kind, trace)
-    a, *others = (run(model, layout, pictures()) for layout in layouts or (Masked, Packed))
+    a, *others = (run(model, layout, pictures()) for layout in layouts or RAGGED)
     for b in others:
         assert_same_run(a, b)
         assert_close(a.tokens, b.tokens)
@@ -54,7 +57,7 @@ def test_random_answers_run_the_same(kinds: list[str], seed: int, kind: str) -> 
 @torch.no_grad()
 def test_equal_counts_run_the_same_on_gathered(kinds: list[str], seed: int, kind: str) -> None:
     trace = random_trace(kinds, seed, slots=16 if kind == "average" else SLOTS, equal=True)
-    check_sequence(kind, trace, Masked, Packed, Gathered)
+    check_sequence(kind, trace, *EVERY)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +67,7 @@ def test_every_answer_alone(kind: str, when: int) -> None:
     """Each kind of answer at each question, between layers in which others have left and sit out."""
     said = ["none", "none", "drop"] + ["none"] * 15
     said[6 + when], said[9], said[10 + when] = kind, "skip" if when == 2 else "none", kind
-    check_sequence("class", random_trace(said, 3, equal=True), Masked, Packed, Gathered)
+    check_sequence("class", random_trace(said, 3, equal=True), *EVERY)
 
 
 @pytest.mark.parametrize("kind", ["distilled", "registers", "average_with_class"])
@@ -74,7 +77,7 @@ def test_heads_that_read_more_than_one_slot(kind: str) -> None:
     for seed in range(3):
         said = ["none", "drop", "merge", "gate", "share", "drop_zeroed", "skip", "none", "merge_nowhere"] * 2
         trace = random_trace(said, seed, slots=slots, equal=True)
-        check_sequence(kind, trace, Masked, Packed, Gathered)
+        check_sequence(kind, trace, *EVERY)
 
 
 @torch.no_grad()
@@ -88,7 +91,7 @@ def test_everything_dropped_before_the_first_block() -> None:
     gone = Drop(torch.ones(3, SLOTS, dtype=torch.bool))
     trace = random_trace(["none"] * 3 * LAYERS, 0)
     trace = Trace(trace.attended, trace.updated, 1, (Step(0, "before", gone),))
-    check_sequence("class", trace, Masked, Packed, Gathered)
+    check_sequence("class", trace, *EVERY)
 
 
 @torch.no_grad()

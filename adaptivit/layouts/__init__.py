@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..errors import unknown
-from .base import Layout
+from .base import Layout, Plan
+from .device import PackedOnDevice
 from .gathered import Gathered
 from .masked import Masked
 from .packed import Packed
@@ -13,20 +16,50 @@ from .similarity import Similarity
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "packed": Packed, "gathered": Gathered}
 
-__all__ = ["LAYOUTS", "Gathered", "Layout", "Masked", "Packed", "Similarity", "choose"]
+__all__ = [
+    "LAYOUTS",
+    "Choice",
+    "Gathered",
+    "Layout",
+    "Masked",
+    "Packed",
+    "PackedOnDevice",
+    "Plan",
+    "Similarity",
+    "choose",
+]
 
 
-def choose(name: str, *, training: bool, device: torch.device, equal: bool) -> type[Layout]:
+@dataclass(frozen=True)
+class Choice:
+    """Which layout runs, with which functions, and why."""
+
+    type: type[Layout]
+    fused: bool  # fused kernels (fused.py) or timm's modules (backbone.py)
+    why: str
+
+
+def choose(name: str, *, training: bool, device: torch.device, equal: bool, refusal: str | None) -> Choice:
     """The layout of that name; `auto` is a compact one where its rows pay for moving them.
 
     Gradients of absent keys (straight-through halting) exist on `masked` alone, so training runs there. A policy that
-    keeps equally many tokens in every image (`equal`) has fixed shapes and runs on `gathered`. On a GPU the packed
-    layout of this version attends length by length, which costs more launches than it saves work.
+    keeps equally many tokens in every image (`equal`) has fixed shapes and runs on `gathered`. `refusal` says why the
+    fused kernels cannot run (fused.refusal): without them, a packed batch on a GPU attends length by length and waits
+    for every count, which costs more than it saves.
     """
-    if name == "auto" and training:
-        name = "masked"
-    elif name == "auto":
-        name = "gathered" if equal else "masked" if device.type != "cpu" else "packed"
-    if name not in LAYOUTS:
+    if name not in LAYOUTS and name != "auto":
         raise unknown("layout", name, (*LAYOUTS, "auto"))
-    return LAYOUTS[name]
+    why = "asked for"
+    fused = not training and refusal is None
+    if name == "auto":
+        if training:
+            name, why = "masked", "training: gradients of absent tokens exist there alone"
+        elif equal:
+            name, why = "gathered", "the policy keeps as many tokens in every image"
+        elif device.type == "cpu" or fused:
+            name, why = "packed", "images differ in length, and rows that left are not computed"
+        else:
+            name, why = "masked", f"the fused kernels cannot run: {refusal}"
+    if name == "packed" and fused:
+        return Choice(PackedOnDevice, True, why)
+    return Choice(LAYOUTS[name], fused and name == "gathered", why)

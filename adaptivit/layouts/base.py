@@ -11,6 +11,7 @@ and has weight 0, so that its physical removal changes nothing (the laws in test
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
 
 def same_count(stay: Tensor, count: int | None) -> int:
     """The number of tokens [B, N] that stay, the same for all images. A given one is believed on a GPU, where a look
-    would make it wait."""
-    if count is not None and stay.is_cuda:
+    would make it wait, and while torch.compile looks at no values."""
+    if count is not None and (stay.is_cuda or torch.compiler.is_compiling()):
         return count
     counts = stay.sum(-1)
     low, high = int(counts.min()), int(counts.max())
@@ -41,11 +42,39 @@ def same_count(stay: Tensor, count: int | None) -> int:
     return high
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is settled before a pass about how `packed` runs it on a GPU (schedule.py chooses)."""
+
+    moves: frozenset[int] | None = None  # blocks after which rows are moved; None: wherever tokens leave
+    rows: tuple[int, ...] = ()  # rows expected in every block: they choose tiles, and need not be right
+    prefix_stays: bool = False  # class, distillation and register tokens never leave
+
+    def moves_after(self, layer: int) -> bool:
+        return self.moves is None or layer in self.moves
+
+    def expected(self, layer: int, room: int) -> int:
+        return self.rows[layer] if layer < len(self.rows) else room
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A layout's rows as the fused kernels take them."""
+
+    rows: Tensor  # [R, D]
+    index: Tensor | None = None  # [R] where each row is to be taken from first
+    count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
+    expected: int = 0  # rows that are expected
+
+
 class Layout(ABC):
     """The rows of one forward pass. A fresh one is made for every call of a model."""
 
     name: str
+    layer = 0  # the block that runs
     compact = True  # absent rows are not computed
+    fixed = True  # no shape depends on who is there: nobody waits for a count
+    equal = False  # rows are [B, n, D]: as many of every image
     live: Tensor  # [B, N] bool: has not left
     here: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
     size: Tensor | None  # [B, N] size of each token where merges have made some heavier than 1
@@ -56,7 +85,7 @@ class Layout(ABC):
         self.live = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         self.here = self.live
         self.size = None
-        self.rows = x
+        self.put(x)
 
     def carry_out(self, decision: Decision, when: str) -> None:
         """The one way in for a policy's answers."""
@@ -73,6 +102,10 @@ class Layout(ABC):
             self.sit_out(decision)
         elif not isinstance(decision, Keep):
             raise TypeError(f"A policy answers Keep, Drop, Skip, Merge or None; this one: {decision!r}.")
+
+    def put(self, rows: Tensor) -> None:
+        """Replace the rows of those that take part."""
+        self.rows = rows
 
     @property
     def batch(self) -> int:
@@ -100,6 +133,11 @@ class Layout(ABC):
         """Tokens fold into others."""
 
     # -- what a block needs ----------------------------------------------------------------------------------
+    def stream(self) -> Stream:
+        """The rows for the fused kernels (fused.py); a layout whose rows are all computed has none to skip."""
+        rows = self.rows.flatten(0, -2)
+        return Stream(rows, expected=len(rows))
+
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """[R, H, d] x 3 -> [R, H, d]: weighted attention inside each image."""

@@ -11,18 +11,25 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..ops import attention
+from ..ops import attention, evidence, ragged
+from ..ops.kernels import usable
 from .base import Layout, same_count, take
 from .similarity import Similarity
 
 
+def kernels_run(t: Tensor) -> bool:
+    return usable(t.device) and not torch.is_grad_enabled()
+
+
 class Gathered(Layout):
     name = "gathered"
+    equal = True
 
     def __init__(self, x: Tensor, read: int) -> None:
         super().__init__(x, read)
         self.places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n]
         self._parked = x[:, :read]  # [B, read, D] last values of those that left
+        self._starts: dict[int, Tensor] = {}
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
     def _select(self, stay: Tensor, count: int | None) -> Tensor:
@@ -80,9 +87,21 @@ class Gathered(Layout):
         if not self.places.shape[1]:
             return v
         weight = self._row_weight()
+        if kernels_run(q):
+            flat = None if weight is None else weight.flatten()
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            out = ragged.attend(q, k, v, self._offsets(), self.places.shape[1], flat)
+            return out.unflatten(0, self.places.shape)
         bias = None if weight is None else weight.log().to(q.dtype)[:, None, None, :]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return attention.fused(q, k, v, bias, dropout=dropout).transpose(1, 2)
+
+    def _offsets(self) -> Tensor:
+        """[B + 1] where each image's rows begin."""
+        n = self.places.shape[1]
+        if n not in self._starts:
+            self._starts[n] = torch.arange(0, self.batch * n + 1, n, device=self.places.device, dtype=torch.int32)
+        return self._starts[n]
 
     def add(self, delta: Tensor) -> None:
         self.rows = self.rows + delta
@@ -111,6 +130,12 @@ class Gathered(Layout):
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         if not self.places.shape[1]:
             return self.here.float()
+        if kernels_run(q):
+            look, weight = evidence.class_row if queries == "class" else evidence.received, self._row_weight()
+            flat = None if weight is None else weight.flatten()
+            row = look(q.flatten(0, 1), k.flatten(0, 1), self._offsets(), self.places.shape[1], flat)
+            row = self.grid(row.view(self.places.shape))
+            return row * self.here[:, :1] if queries == "class" else row
         q, k, weight = q.transpose(1, 2), k.transpose(1, 2), self._row_weight()
         if queries == "class":  # nothing is received from a class token that has left
             there = self.places[:, :1] == 0

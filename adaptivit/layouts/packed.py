@@ -20,6 +20,7 @@ from .similarity import Similarity
 
 class Packed(Layout):
     name = "packed"
+    fixed = False
 
     def __init__(self, x: Tensor, read: int) -> None:
         super().__init__(x, read)

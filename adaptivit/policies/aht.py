@@ -86,6 +86,7 @@ class AHT(Policy):
         if not shape.class_token and (settings.feature == "class_row" or settings.planner_context == "class"):
             raise UserError("This backbone has no class token for feature=class_row or planner_context=class.")
         self.evidence_index = settings.index
+        self.prefix_stays = settings.class_token == "stays"
         self.offers = frozenset({"plan"}) if stages else frozenset()
         self.gamma = nn.Parameter(torch.tensor(float(settings.gamma)), requires_grad=settings.learn_gate)
         self.beta = nn.Parameter(torch.tensor(float(settings.beta)), requires_grad=settings.learn_gate)
@@ -106,7 +107,7 @@ class AHT(Policy):
             halts[:, : self.shape.prefix] = False
         settings = self.settings
         return State(
-            Halting(halts, settings.threshold, settings.eps, settings.tau), torch.ones(halts.shape).to(halts.device)
+            Halting(halts, settings.threshold, settings.eps, settings.tau), torch.ones(halts.shape, device=halts.device)
         )
 
     def after(self, view: View, state: State) -> Decision:
@@ -151,10 +152,12 @@ class AHT(Policy):
     def facts(self, state: State) -> dict[str, Tensor]:
         facts = state.halting.facts()
         if state.plans:
+            device = state.plans[0].device  # a tensor made of a list would have to wait for a GPU
+            stages = [torch.full((), s, device=device) for s in sorted(int(s) for s in self.planners)]
             facts |= {
                 "plan": torch.stack(state.plans),
                 "planned": torch.stack(state.planned),
-                "stages": torch.tensor(sorted(int(s) for s in self.planners), device=state.plans[0].device),
+                "stages": torch.stack(stages),
             }
         return facts
 

@@ -111,6 +111,6 @@ class DynamicViT(Policy):
         return {
             "scores": torch.stack(state.scores),
             "kept": torch.stack(state.kept),
-            "ratios": torch.tensor(self.ratios, device=state.decision.device),
+            "ratios": torch.stack([torch.full((), r, device=state.decision.device) for r in self.ratios]),
             "kept_last": state.decision.detach() > 0.5,
         }

@@ -54,14 +54,16 @@ class Fold(Policy):
         self.stages = frozenset(stages)
         column = settings.evidence == "column" or not shape.class_token
         self.look = "received" if column else "class_row"
-        self._counts(shape.tokens)  # an impossible budget is said now
+        # an impossible budget is said now; other image sizes are counted when they come
+        self._known = {shape.tokens: self._counts(shape.tokens)}
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({self.look, "similarity"}) if layer in self.stages else frozenset()
 
     def start(self, view: View) -> State:
         size = torch.ones_like(view.present, dtype=torch.float32)
-        return State(self._counts(view.present.shape[1]), size)
+        tokens = view.present.shape[1]
+        return State(self._known.get(tokens) or self._counts(tokens), size)
 
     def _counts(self, tokens: int) -> tuple[int, ...]:
         settings, shape = self.settings, self.shape

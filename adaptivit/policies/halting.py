@@ -73,5 +73,5 @@ class Halting:
             "remainder": self.remainder,
             "presence": torch.stack(self.presence),
             "halts": self.halts,
-            "threshold": torch.tensor(self.threshold, device=self.halt.device),
+            "threshold": torch.full((), float(self.threshold), device=self.halt.device),
         }

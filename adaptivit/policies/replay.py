@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..backbone import Shape
-from ..decision import Decision, Trace, When, detached
+from ..decision import Decision, Merge, Skip, Trace, When, detached
 from ..errors import UserError
 from ..policy_settings import ReplaySettings
 from .base import Policy
@@ -29,8 +31,11 @@ class Replay(Policy):
             raise UserError("replay: give trace=output.trace of an earlier pass, or the path of a saved trace.")
         if len(trace.attended) != shape.layers:
             raise UserError(f"replay: the trace has {len(trace.attended)} layers, the backbone {shape.layers}.")
-        self.answers = {(step.layer, step.when): step.decision for step in trace.steps}
+        self.answers: dict[tuple[int, When], Decision] = {(s.layer, s.when): s.decision for s in trace.steps}
         self.pools_remaining = trace.pooled == "remaining"
+        leaving = [getattr(s.decision, "leaving", None) for s in trace.steps if not isinstance(s.decision, Skip)]
+        moving = any(isinstance(s.decision, Merge) for s in trace.steps)
+        self.prefix_stays = not moving and not any(m is not None and bool(m[:, : trace.prefix].any()) for m in leaving)
         self.grid = tuple(trace.attended.shape[1:])
 
     def start(self, view: View) -> None:
@@ -41,8 +46,10 @@ class Replay(Policy):
             )
 
     def _answer(self, view: View, when: When) -> Decision | None:
-        answer = self.answers.get((view.layer, when))
-        return None if answer is None else detached(answer, view.present.device)
+        answer, device = self.answers.get((view.layer, when)), view.present.device
+        if answer is not None and any(isinstance(t, Tensor) and t.device != device for t in vars(answer).values()):
+            answer = self.answers[view.layer, when] = detached(answer, device)  # moved once
+        return answer
 
     def before(self, view: View, state: None) -> Decision | None:
         return self._answer(view, "before")

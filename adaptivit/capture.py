@@ -1,0 +1,135 @@
+"""One CUDA graph for a whole forward pass: decisions, moves and readout included, replayed with one launch.
+
+Nothing in a captured pass waits for the host, so one graph serves every input of its batch size, however many tokens
+stay. torch.compile joins the small operations between the kernels (scores, masks, sums) before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import schedule
+from .decision import Trace
+from .errors import UserError
+from .layouts import PackedOnDevice
+from .output import Output
+
+if TYPE_CHECKING:
+    from .model import AdaptiveViT
+
+
+class Captured:
+    """A model's forward pass for batches of up to `batch` images, as a CUDA graph.
+
+    Weights may be trained on between calls; settings of the policy, device and dtype may not change.
+    """
+
+    def __init__(
+        self,
+        model: AdaptiveViT,
+        batch: int,
+        layout: str = "auto",
+        profile: Tensor | Trace | Sequence[float] | None = None,
+        compile: bool | None = None,
+        warm_up: int = 3,
+    ) -> None:
+        weight = next(model.parameters())
+        if weight.device.type != "cuda":
+            raise UserError("capture: a CUDA graph needs the model on a GPU; on a CPU call the model itself.")
+        if model.training:
+            raise UserError("capture: the model is in training mode; call model.eval() first.")
+        if batch < 1:
+            raise UserError(f"capture: expected a batch of at least 1 image, got {batch}.")
+        self.model, self.batch = model, batch
+        self.compiled = model.policy_name != "static" if compile is None else compile
+        height, width = model.vit.patch_embed.img_size
+        shape = (batch, model.vit.in_chans, height, width)
+        first, *_, last = model.parameters()
+        self._ends = ((first, first.data_ptr()), (last, last.data_ptr()))  # a graph reads the weights where they were
+        self._images = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        with torch.inference_mode():
+            choice = model._choose(layout, weight.device)
+            self.layout, self.plan = choice.type.name, None
+            if choice.type is PackedOnDevice:
+                self.plan = schedule.plan(model, batch, profile)
+            plan = self.plan
+            self._pattern = model._run(choice, self._images, plan=plan)
+
+            def run(images: Tensor) -> list[Tensor]:
+                return _tensors(model._run(choice, images, plan=plan))
+
+            step: Callable[[Tensor], list[Tensor]] = run
+            if self.compiled:
+                step = torch.compile(run, fullgraph=True, dynamic=False)
+            stream = torch.cuda.Stream(weight.device)
+            stream.wait_stream(torch.cuda.current_stream(weight.device))
+            with torch.cuda.stream(stream):
+                for _ in range(warm_up):
+                    step(self._images)
+            torch.cuda.current_stream(weight.device).wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._made = step(self._images)
+
+    def __call__(self, images: Tensor) -> Output:
+        """Classify `images` [b, C, H, W], b <= batch. The answer is the caller's own.
+
+        Its trace says who was computed where; the policy's steps and facts come from the model itself.
+        """
+        if images.shape != self._images.shape or images.dtype != self._images.dtype or not images.is_cuda:
+            self._check(images)
+        if any(weight.data_ptr() != place for weight, place in self._ends):
+            raise UserError("The model was converted or moved after capture; capture it again.")
+        with torch.inference_mode():
+            self._images[: len(images)].copy_(images)
+            self._graph.replay()
+            return _answer(self._pattern, self._made, len(images))
+
+    def _check(self, images: Tensor) -> None:
+        self.model._check(images)
+        if len(images) > self.batch:
+            raise UserError(f"Captured for batches of up to {self.batch} images, got {len(images)}.")
+        if images.shape[2:] != self._images.shape[2:] or images.device != self._images.device:
+            raise UserError(
+                f"Captured for images of {tuple(self._images.shape[2:])} px on {self._images.device}, "
+                f"got {tuple(images.shape[2:])} on {images.device}."
+            )
+
+    def explain(self) -> str:
+        """What was captured, in a line."""
+        how = "compiled" if self.compiled else "as it is"
+        moves = None if self.plan is None else self.plan.moves
+        when = "wherever tokens leave" if moves is None else "after blocks " + ", ".join(map(str, sorted(moves)))
+        rows = "" if self.plan is None else f"; rows move {when if moves != frozenset() else 'never (dense)'}"
+        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.layout)}{rows}"
+
+
+def _tensors(output: Output) -> list[Tensor]:
+    """What a captured pass gives back; _answer makes an Output of it again."""
+    trace = output.trace
+    return [output.logits, output.features, trace.attended, trace.updated, *(s.present for s in output.spent)]
+
+
+def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
+    """A copy of what the graph will overwrite."""
+    logits, features, attended, updated, *present = made
+    mine = attended[:, :images].clone()
+    trace = Trace(
+        mine,
+        mine if updated is attended else updated[:, :images].clone(),
+        pattern.trace.prefix,
+        pooled=pattern.trace.pooled,
+    )
+    spent = [replace(s, present=p[:images].clone()) for s, p in zip(pattern.spent, present, strict=True)]
+    return replace(
+        pattern,
+        logits=logits[:images].clone(),
+        features=features[:images].clone(),
+        trace=trace,
+        spent=tuple(spent),
+    )

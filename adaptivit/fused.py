@@ -1,0 +1,131 @@
+"""timm's blocks through the fused kernels, for inference: the same functions as in backbone.py, in fewer passes.
+
+Shapes: B images, N slots, D width, H heads, d head width; R rows of a layout.
+
+A block is seven kernels: norm (which also carries out a pending move), qkv, attention, projection + residual, norm
+(which also reads the supervisor's element of fc1), fc1 + GELU, fc2 + residual; five with few rows, where a norm and its
+product are one. Attributes are read from the timm
+modules at every call: nothing is copied, so weights may change between calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerScale
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from . import backbone
+from .backbone import Taps
+from .layouts import Layout
+from .layouts.base import Stream
+from .ops.kernels import usable
+from .ops.linear import linear
+from .ops.norm import norm
+from .ops.norm_linear import norm_linear, split
+from .ops.patches import patches
+
+FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
+
+
+def refusal(vit: VisionTransformer, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot run this model here; None if they can."""
+    if not usable(device):
+        return "Triton is not installed" if device.type == "cuda" else "there is no GPU"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on; convert the model instead: model.to(torch.bfloat16)"
+    if torch.is_grad_enabled():
+        return "gradients are on; use torch.inference_mode()"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the weights are {dtype}"
+    if vit.embed_dim % 16:
+        return f"the width {vit.embed_dim} is no multiple of 16"
+    for block in vit.blocks:
+        attn, ffn = block.attn, block.mlp
+        plain: list[Any] = [attn.q_norm, attn.k_norm, attn.norm, ffn.norm]
+        if not all(isinstance(m, nn.Identity) for m in plain) or attn.gate is not None:
+            return "its blocks have norms or gates inside attention or MLP"
+        norms = (block.norm1, block.norm2)
+        if not all(isinstance(m, nn.LayerNorm) and m.weight is not None and m.bias is not None for m in norms):
+            return f"its norms are {type(block.norm1).__name__}, not LayerNorm with weight and bias"
+        if attn.proj.in_features % 8 or ffn.fc1.out_features % 8:
+            return "a width inside its blocks is no multiple of 8"
+        if not isinstance(ffn.act, nn.GELU) or ffn.act.approximate != "none":
+            return f"its activation is {type(ffn.act).__name__}, not GELU"
+    return None
+
+
+def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, N, D], with the patch convolution as one matrix product."""
+    stem, proj, position = vit.patch_embed, vit.patch_embed.proj, vit.pos_embed
+    plain = proj.kernel_size == proj.stride and not any(proj.padding) and isinstance(stem.norm, nn.Identity)
+    if vit.dynamic_img_size or stem.dynamic_img_pad or not plain or position is None or not images.is_contiguous():
+        return backbone.embed(vit, images)
+    tokens = [vit.cls_token, getattr(vit, "dist_token", None), vit.reg_token]
+    lead = [token[0] for token in tokens if token is not None]
+    joined = torch.cat(lead) if len(lead) > 1 else lead[0] if lead else position[0, :0]
+    patches_at = position[0, -stem.num_patches :]
+    if not vit.no_embed_class and lead:
+        joined = joined + position[0, : -stem.num_patches]
+    rows = patches(images, proj.weight.flatten(1), proj.bias, patches_at, joined, *stem.patch_size)
+    return vit.norm_pre(rows)
+
+
+def attention(block: Any, layout: Layout, taps: Taps) -> None:
+    """The first residual branch, in place of the layout's rows."""
+    attn, stream = block.attn, layout.stream()
+    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv)
+    count, expected = stream.count, stream.expected
+    lead = (layout.batch, -1) if layout.equal else (len(qkv),)
+    layout.put(kept.view(*lead, kept.shape[-1]))
+    del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
+    q, k, v = qkv.view(*lead, 3, attn.num_heads, attn.head_dim).unbind(-3)
+    backbone.look(layout, taps, q, k)
+    out = layout.attend(q, k, v).reshape(len(qkv), attn.num_heads * attn.head_dim)
+    if "ghost" in taps.wanted:
+        taps.give("ghost", backbone.ghost(block, layout, k, v))
+    del q, k, v, qkv
+    layout.put(_added(out, attn.proj, kept, block.ls1, count, expected).view(*lead, kept.shape[-1]))
+
+
+def mlp(block: Any, layout: Layout, taps: Taps) -> None:
+    """The second residual branch."""
+    ffn, stream = block.mlp, layout.stream()
+    wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
+    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, gelu=True, probe=taps.index if wanted else -1)
+    count, expected = stream.count, stream.expected
+    lead = (layout.batch, -1) if layout.equal else (len(hidden),)
+    layout.put(kept.view(*lead, kept.shape[-1]))
+    del stream
+    if seen is not None:
+        seen = seen.view(lead)
+        if "fc1" in taps.wanted:
+            taps.give("fc1", layout.grid(seen))
+        if "gelu" in taps.wanted:
+            taps.give("gelu", layout.grid(F.gelu(seen)))
+    layout.put(_added(hidden, ffn.fc2, kept, block.ls2, count, expected).view(*lead, kept.shape[-1]))
+
+
+def _normed(
+    stream: Stream, norm1: Any, product: Any, *, gelu: bool = False, probe: int = -1
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Norm and product: out [R, N], the rows themselves at their new place [R, D], an element of the product [R]."""
+    gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
+    if stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None:
+        rest: Any = (stream.index, stream.count, probe, gelu)
+        return norm_linear(stream.rows, gain, offset, eps, product.weight, product.bias, *rest)
+    row = None if probe < 0 else product.weight[probe]
+    shift = None if probe < 0 or product.bias is None else product.bias[probe : probe + 1]
+    y, kept, seen = norm(stream.rows, gain, offset, eps, stream.index, stream.count, row, shift)
+    return linear(y, product.weight, product.bias, None, None, stream.count, gelu, stream.expected), kept, seen
+
+
+def _added(
+    rows: Tensor, product: Any, residual: Tensor, layer_scale: nn.Module, count: Tensor | None, expected: int
+) -> Tensor:
+    """residual + scale * product(rows) [R, D]."""
+    scale = layer_scale.gamma if isinstance(layer_scale, LayerScale) else None
+    return linear(rows, product.weight, product.bias, residual, scale, count, False, expected)

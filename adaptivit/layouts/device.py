@@ -1,0 +1,176 @@
+"""Packed on the device: rows image after image without padding, in buffers of fixed size; nobody waits for a count.
+
+Shapes: B images, N slots, D width, H heads, d head width; R = B N rows that there is room for, of which
+offsets[B] are in use. `cells` [R] says whose they are, `place` [B N] is the way back (ops/compact.py).
+
+Rows move when the plan says so: a token that has left between two moves keeps its row and has weight 0 as a key, which
+changes nothing for anybody else. A move itself costs no pass: the next norm reads the rows from where they were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..decision import Drop, Merge, Skip
+from ..ops import attention, compact, evidence, ragged
+from .base import Layout, Plan, Stream
+from .similarity import Similarity
+
+
+class PackedOnDevice(Layout):
+    name = "packed"
+    _held: Tensor  # [R, D] rows, moved or still to be moved
+    _index: Tensor | None  # [R] where each row is now, while a move is pending
+
+    def __init__(self, x: Tensor, read: int, plan: Plan | None = None) -> None:
+        super().__init__(x, read)
+        batch, slots, width = x.shape
+        self.plan = Plan() if plan is None else plan
+        self.put(x.reshape(batch * slots, width))
+        self.cells = torch.arange(batch * slots, device=x.device, dtype=torch.int32)
+        self.place = self.cells
+        self.offsets = torch.arange(0, batch * slots + 1, slots, device=x.device, dtype=torch.int32)
+        self._counted = False  # some rows are behind the live ones
+        self._thin = False  # some rows are of tokens that have left
+        self._moved = False  # rows are not where the grid has them
+        self._parked = x[:, :read]  # [B, read, D] last values of those that left
+        self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
+
+    @property
+    def rows(self) -> Tensor:  # type: ignore[override]
+        """[R, D] where they belong, though the move may still be pending."""
+        return self._held if self._index is None else self._held[self._index]
+
+    def put(self, rows: Tensor) -> None:
+        self._held = rows
+        self._index = None
+
+    def stream(self) -> Stream:
+        expected = self.plan.expected(self.layer, self.batch * self.slots)
+        return Stream(self._held, self._index, self.offsets[-1:] if self._counted else None, expected)
+
+    def _select(self, stay: Tensor) -> None:
+        self.place, self.cells, self.offsets, index = compact.order(stay, self.place)
+        self._index = index if self._index is None else self._index[index]
+        self._counted = self._moved = True
+        self._thin = False
+
+    def drop(self, decision: Drop) -> None:
+        stay = self.live > decision.leaving  # live and not leaving, in one kernel
+        self._park(decision.leaving, decision.zeroed)
+        self.live = self.here = stay
+        if self.plan.moves_after(self.layer):
+            self._select(stay)
+        else:
+            self._thin = True
+
+    def _park(self, leaving: Tensor, zeroed: bool) -> None:
+        """Remember the last value of tokens that leave and that the head will read."""
+        if self.plan.prefix_stays and self.read < self.slots:
+            return
+        last = self.leading()
+        if zeroed:
+            last = last.masked_fill((self.live & leaving)[:, : self.read, None], 0.0)
+        self._parked = last
+
+    def sit_out(self, decision: Skip) -> None:
+        here = self.live & ~decision.sitting
+        kind = (self._counted, self._thin, self._moved)
+        self._aside = (self.rows, self.cells, self.place, self.offsets, kind, decision.gate)
+        self._select(here)
+        self.here = here
+
+    def come_back(self) -> None:
+        if self._aside is None:
+            return
+        rows, cells, place, offsets, kind, gate = self._aside
+        position = self.place[cells]
+        moved = self.rows[position.clamp_min(0)]
+        if gate is not None:
+            moved = rows + gate.flatten()[cells][:, None].to(rows.dtype) * (moved - rows)
+        self.put(torch.where((position >= 0)[:, None], moved, rows))
+        self.cells, self.place, self.offsets = cells, place, offsets
+        self._counted, self._thin, self._moved = kind
+        self.here, self._aside = self.live, None
+
+    def merge(self, decision: Merge) -> None:
+        slots = self.slots
+        rows, cells = self.rows, self.cells
+        into, scale = decision.into.flatten()[cells], decision.scale.flatten()[cells]
+        used = self.live.flatten()[cells] & self._used()
+        joins = used & (into >= 0)
+        target = self.place[torch.where(joins, cells // slots * slots + into, cells)].clamp_min(0)
+        moved = torch.where(joins[:, None], rows * scale[:, None].to(rows.dtype), 0.0)
+        stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
+        self._park(self.live & ~stay, zeroed=False)
+        self.put(torch.zeros_like(rows).index_add(0, target, moved))
+        self.live = self.here = stay
+        self._select(stay)
+        self.size = self.size if decision.size is None else decision.size
+
+    def _used(self) -> Tensor:
+        """[R] bool: rows that are live or have been since the last move."""
+        return torch.arange(len(self.cells), device=self.cells.device) < self.offsets[-1]
+
+    def _row_weight(self) -> Tensor | None:
+        """[R] of every row as a key: None for all ones, bool, or float32."""
+        if self.size is None and not self._thin:
+            return None
+        weight = self.here if self.size is None else self.size * self.here if self._thin else self.size
+        return weight.flatten()[self.cells] if self._moved else weight.flatten()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        return ragged.attend(q, k, v, self.offsets, self.slots, self._row_weight())
+
+    def add(self, delta: Tensor) -> None:
+        self.put(self.rows + delta)
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values[self.cells // self.slots]
+
+    def grid(self, values: Tensor) -> Tensor:
+        if self._moved:
+            values = values[self.place.clamp_min(0)]
+        values = values.unflatten(0, (self.batch, self.slots))
+        if not (self._moved or self._thin):
+            return values
+        mask = self.here.reshape(self.here.shape + (1,) * (values.ndim - 2))
+        return torch.where(mask, values, 0)
+
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        w = (self.here.float() if weight is None else weight * self.here)[..., None]
+        return (self.grid(values).float() * w).sum(1) / w.sum(1).clamp_min(1.0 if weight is None else 1e-6)
+
+    def _grid_weight(self) -> Tensor:
+        return self.here.float() if self.size is None else self.size * self.here
+
+    def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
+        k, v = (self.grid(t).transpose(1, 2) for t in (k, v))
+        out = attention.weighted(q[:, :, None], k, v, self._grid_weight())[:, :, 0]
+        return torch.where(self.here.any(-1)[:, None, None], out, empty)
+
+    def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
+        look = evidence.class_row if queries == "class" else evidence.received
+        there = self.here[:, :1] if queries == "class" else None
+        row = self.grid(look(q, k, self.offsets, self.slots, self._row_weight()))
+        return row if there is None else row * there
+
+    def similarity(self, keys: Tensor) -> Similarity:
+        cells = torch.arange(self.live.numel(), device=keys.device).view(self.live.shape)
+        return Similarity([(self.grid(keys), cells)], self.here)
+
+    def leading(self) -> Tensor:
+        now = self._first(self._held, self._index, self.place)
+        if self._aside is not None:
+            rows, _, place, *_ = self._aside
+            before = self._first(rows, None, place)
+            now = torch.where(self.here[:, : self.read, None], now, before)
+        if self.plan.prefix_stays and self.read < self.slots:
+            return now
+        return torch.where(self.live[:, : self.read, None], now, self._parked.to(now.dtype))
+
+    def _first(self, held: Tensor, index: Tensor | None, place: Tensor) -> Tensor:
+        """[B, read, D] the first slots' rows; anything for those that have none."""
+        place = place.view(self.batch, self.slots)[:, : self.read].clamp_min(0)
+        return held[place if index is None else index[place]]

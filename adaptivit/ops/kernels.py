@@ -1,0 +1,81 @@
+"""What the Triton kernels share: whether they can run here, and how they are told their sizes.
+
+Every kernel has its PyTorch reference beside it, in the same file. The number of live rows is a tensor on the device
+(`rows` [1]): buffers have room for all tokens, kernels stop at the live ones, and the host never waits to learn how
+many there are. What lies behind them in a buffer is left over from before and may be anything, NaN included.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = tl = None  # type: ignore[assignment,unused-ignore]
+
+__all__ = [
+    "INTERPRETED",
+    "LOG2E",
+    "as_pointer",
+    "live",
+    "log2_weight",
+    "multiprocessors",
+    "power_of_two",
+    "precision",
+    "tl",
+    "triton",
+    "usable",
+    "weight_kind",
+]
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+on_cpu = False  # tests set it, to run the kernels in Triton's interpreter
+LOG2E = 1.4426950408889634
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the kernels can run on tensors of this device (in Triton's interpreter on a CPU)."""
+    return triton is not None and (device.type == "cuda" or (on_cpu and INTERPRETED))
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # so that the interpreter goes round the loops
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The next power of two, at least `least`: the sides of a tile."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How tl.dot multiplies float32: as torch is told to."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def live(rows: Tensor | None, values: Tensor) -> int:
+    """Live rows on the host, for the references alone."""
+    return len(values) if rows is None else int(rows[0])
+
+
+def log2_weight(weight: Tensor | None) -> Tensor | None:
+    """What the kernels read of a key's weight: a boolean one as it is, of others the binary logarithm."""
+    return weight if weight is None or weight.dtype == torch.bool else weight.log2()
+
+
+def weight_kind(weight: Tensor | None) -> int:
+    """0: all ones, 1: boolean, 2: logarithms."""
+    return 0 if weight is None else 1 if weight.dtype == torch.bool else 2
+
+
+def as_pointer(weight: Tensor | None, anything: Tensor) -> Tensor:
+    """The weight as a kernel takes it: bytes for a boolean one, anything where there is none."""
+    return anything if weight is None else weight.view(torch.uint8) if weight.dtype == torch.bool else weight

@@ -1,0 +1,238 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Rows times a matrix, with all that follows in the same kernel: out = [residual + scale] act(x W^T + b).
+
+Shapes: R rows that there is room for, of which `rows` [1] are live; K width in, N width out. x [R, K], W [N, K], b [N],
+scale [N] (LayerScale).
+
+A persistent grid walks over the tiles of the live rows, so that the number of rows may be known to the device alone,
+and the loads of the next tile are under way while the last one is being written.
+
+GELU is the exact one, x Phi(x) = max(x, 0) - |x| Phi(-|x|), with Phi(-t) = 2^p(t) for a polynomial p fitted to stay
+below the rounding of bfloat16 (3e-5 at most): one special-function instruction, where erf takes tens of ordinary ones.
+In float32 it is computed with erf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels import live, multiprocessors, precision, tl, triton
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    rows: Tensor | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    """[R, K] -> [R, N]; rows that are not live are zero."""
+    n = live(rows, x)
+    out = x.new_zeros(len(x), len(weight))
+    y = F.linear(x[:n], weight, bias)
+    y = F.gelu(y) if gelu else y
+    y = y if scale is None else y * scale
+    out[:n] = y if residual is None else y + residual[:n]
+    return out
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: rows, columns and depth of a tile, warps, pipeline stages, programs a multiprocessor (0:
+    one program a tile), and the parts in which a tile is written."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    residents: int
+    parts: int = 1
+
+
+def tile_for(rows: int, width: int, adds: bool, wide: bool = False) -> Tile:
+    """Measured on an H200 (benchmarks/LOG.md): by the rows that are expected, and whether a residual is read.
+
+    `wide` elements (float32) take twice the shared memory."""
+    narrow = width % 128 != 0
+    if wide:
+        return Tile(64, 64, 32, 4, 3, 2)
+    if rows < 1024:  # a few tiles for many multiprocessors: small ones
+        return Tile(64, 32, 128, 4, 3, 0) if adds or narrow else Tile(64, 64, 128, 4, 3, 0)
+    if not adds:
+        return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 3, 2, 2)
+    if rows < 16384:
+        return Tile(64, 64, 64, 4, 4, 3) if narrow else Tile(64, 128, 64, 4, 4, 2, 2)
+    return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 5, 1)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _gelu(x, EXACT: tl.constexpr):
+        if EXACT:
+            return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        t = tl.minimum(tl.abs(x), 8.0)
+        p = -1.00056331 + t * (-1.14502134 + t * (-0.473259941 + t * (-0.0406493417 + t * 0.0031972067)))
+        return tl.maximum(x, 0.0) - tl.abs(x) * tl.exp2(p)
+
+    @triton.jit
+    def _write(
+        total,
+        out_tile,
+        residual_tile,
+        bias_pointer,
+        scale_pointer,
+        m,
+        n,
+        N: tl.constexpr,
+        TN: tl.constexpr,
+        GELU: tl.constexpr,
+        BIAS: tl.constexpr,
+        SCALE: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        EXACT: tl.constexpr,
+    ):
+        """What follows the product, and the store, for one part of a tile."""
+        column = n + tl.arange(0, TN)
+        if BIAS:
+            total += tl.load(bias_pointer + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        if GELU:
+            total = _gelu(total, EXACT)
+        if SCALE:
+            total *= tl.load(scale_pointer + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        if RESIDUAL:
+            total += residual_tile.load([m, n]).to(tl.float32)
+        out_tile.store([m, n], total.to(out_tile.dtype))
+
+    @triton.jit
+    def _linear_kernel(
+        x_tile,
+        w_tile,
+        out_tile,
+        residual_tile,
+        bias_pointer,
+        scale_pointer,
+        rows_pointer,
+        room,
+        N: tl.constexpr,
+        K: tl.constexpr,
+        TM: tl.constexpr,
+        TN: tl.constexpr,
+        TK: tl.constexpr,
+        PARTS: tl.constexpr,
+        GELU: tl.constexpr,
+        BIAS: tl.constexpr,
+        SCALE: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        COUNTED: tl.constexpr,
+        EXACT: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        rows = room
+        if COUNTED:
+            rows = tl.load(rows_pointer)
+        across: tl.constexpr = (N + TN - 1) // TN
+        tiles = tl.cdiv(rows, TM) * across
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            m = (tile // across) * TM
+            n = (tile % across) * TN
+            total = tl.zeros((TM, TN), dtype=tl.float32)
+            for k in range(0, K, TK):
+                x = x_tile.load([m, k])
+                w = w_tile.load([n, k])
+                total = tl.dot(x, w.T, total, input_precision=PRECISION)
+            if PARTS == 1:
+                _write(
+                    *(total, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
+                    *(N, TN, GELU, BIAS, SCALE, RESIDUAL, EXACT),
+                )
+            else:
+                half: tl.constexpr = TN // 2
+                left, right = tl.split(tl.permute(tl.reshape(total, (TM, 2, half)), (0, 2, 1)))
+                _write(
+                    *(left, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
+                )
+                _write(
+                    *(right, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + half),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
+                )
+
+
+@torch.library.custom_op("adaptivit::linear", mutates_args=())
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    rows: Tensor | None,
+    gelu: bool,
+    expected: int,
+) -> Tensor:
+    """The kernel: [R, K] -> [R, N]; rows behind the last tile of live ones are not written.
+
+    `expected` rows choose the tile; any number of them is right."""
+    tile = tile_for(expected, len(weight), residual is not None, x.dtype == torch.float32)
+    return run(x, weight, bias, residual, scale, rows, gelu, tile)
+
+
+@linear.register_fake
+def _(x, weight, bias, residual, scale, rows, gelu, expected):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    rows: Tensor | None,
+    gelu: bool,
+    tile: Tile,
+) -> Tensor:
+    """The kernel with a tile of one's own."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    room, width = len(x), len(weight)
+    out = torch.empty(room, width, dtype=x.dtype, device=x.device)
+    if not room:
+        return out
+    part = [tile.m, tile.n // tile.parts]
+    out_tile = TensorDescriptor.from_tensor(out, part)
+    tiles = triton.cdiv(room, tile.m) * triton.cdiv(width, tile.n)
+    programs = min(tiles, multiprocessors(x.device) * tile.residents) if tile.residents else tiles
+    _linear_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(weight, [tile.n, tile.k]),
+        out_tile,
+        out_tile if residual is None else TensorDescriptor.from_tensor(residual, part),
+        weight if bias is None else bias,
+        weight if scale is None else scale,
+        weight if rows is None else rows,
+        room,
+        N=width,
+        K=x.shape[1],
+        TM=tile.m,
+        TN=tile.n,
+        TK=tile.k,
+        PARTS=tile.parts,
+        GELU=gelu,
+        BIAS=bias is not None,
+        SCALE=scale is not None,
+        RESIDUAL=residual is not None,
+        COUNTED=rows is not None,
+        EXACT=x.dtype == torch.float32,
+        PRECISION=precision(x.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out

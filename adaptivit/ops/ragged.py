@@ -1,0 +1,146 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Attention inside each image of a packed batch, and what a policy wants to see of it.
+
+Shapes: B images, H heads, d head width; R rows that there is room for. q, k, v [R, H, d] are views of one qkv; image b
+has the rows offsets[b] to offsets[b + 1]. weight [R] >= 0 of every row as a key, or None for all ones:
+
+    a_ij = w_j exp(s_ij) / sum_j w_j exp(s_ij),   s = q k^T / sqrt(d)
+
+A weight may be boolean (who is there), or float32. An image may have any number of rows, none included; lengths are
+known to the device alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import LOG2E, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Tensor:
+    """[R, H, d] -> [R, H, d]; rows of no image, and those of an image without any weight, are zero."""
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        one, two, three = (t[start:stop].transpose(0, 1).double() for t in (q, k, v))
+        s = one @ two.transpose(1, 2) * q.shape[-1] ** -0.5
+        if weight is not None:
+            s = s + weight[start:stop].double().log()
+        out[start:stop] = (s.softmax(-1).nan_to_num(0.0) @ three).transpose(0, 1).to(v.dtype)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def _attend_kernel(
+        q_pointer,
+        k_pointer,
+        v_pointer,
+        weight_pointer,
+        offsets_pointer,
+        out_pointer,
+        row_stride,
+        head_stride,
+        scale,  # log2(e) / sqrt(d)
+        HEADS: tl.constexpr,
+        d: tl.constexpr,
+        WIDE: tl.constexpr,
+        TM: tl.constexpr,
+        TN: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        image = tl.program_id(1) // HEADS
+        head = tl.program_id(1) % HEADS
+        start = tl.load(offsets_pointer + image)
+        length = tl.load(offsets_pointer + image + 1) - start
+        first = tl.program_id(0) * TM
+        if first < length:
+            i = first + tl.arange(0, TM)
+            c = tl.arange(0, WIDE)
+            base = start.to(tl.int64) * row_stride + head * head_stride
+            at = i.to(tl.int64)[:, None] * row_stride + c[None, :]
+            q = tl.load(q_pointer + base + at, mask=(i < length)[:, None] & (c < d)[None, :], other=0.0)
+            top = tl.full((TM,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((TM,), dtype=tl.float32)
+            out = tl.zeros((TM, WIDE), dtype=tl.float32)
+            for other in range(0, length, TN):
+                j = other + tl.arange(0, TN)
+                inside = (j < length)[:, None] & (c < d)[None, :]
+                place = j.to(tl.int64)[:, None] * row_stride + c[None, :]
+                k = tl.load(k_pointer + base + place, mask=inside, other=0.0)
+                v = tl.load(v_pointer + base + place, mask=inside, other=0.0)
+                s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+                if WEIGHTED == 2:
+                    s += tl.load(weight_pointer + start + j, mask=j < length, other=float("-inf"))[None, :]
+                elif WEIGHTED == 1:
+                    there = tl.load(weight_pointer + start + j, mask=j < length, other=0)
+                    s = tl.where((there != 0)[None, :], s, float("-inf"))
+                else:
+                    s = tl.where((j < length)[None, :], s, float("-inf"))
+                highest = tl.maximum(top, tl.max(s, 1))
+                if WEIGHTED:  # all keys so far may be absent
+                    finite = tl.where(highest == float("-inf"), 0.0, highest)
+                else:
+                    finite = highest
+                p = tl.exp2(s - finite[:, None])
+                shrink = tl.exp2(top - finite)
+                total = total * shrink + tl.sum(p, 1)
+                out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+                top = highest
+            out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+            to = (start + i).to(tl.int64)[:, None] * (HEADS * d) + head * d + c[None, :]
+            mask = (i < length)[:, None] & (c < d)[None, :]
+            tl.store(out_pointer + to, out.to(out_pointer.dtype.element_ty), mask=mask)
+
+
+@torch.library.custom_op("adaptivit::attend", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None) -> Tensor:
+    """`weight` boolean, or the binary logarithm."""
+    room, heads, width = q.shape
+    out = torch.empty(room, heads, width, dtype=v.dtype, device=v.device)
+    tm, tn, warps, stages = tile_for(longest, width, q.dtype)
+    grid = (triton.cdiv(longest, tm), (len(offsets) - 1) * heads)
+    _attend_kernel[grid](
+        q,
+        k,
+        v,
+        as_pointer(weight, q),
+        offsets,
+        out,
+        q.stride(0),
+        q.stride(1),
+        LOG2E * width**-0.5,
+        HEADS=heads,
+        d=width,
+        WIDE=power_of_two(width),
+        TM=tm,
+        TN=tn,
+        WEIGHTED=weight_kind(weight),
+        PRECISION=precision(q.dtype),
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
+
+
+@_attend.register_fake
+def _(q, k, v, offsets, longest, weight):
+    return v.new_empty(v.shape)
+
+
+def tile_for(longest: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Queries, keys, warps, stages; measured on an H200 (benchmarks/LOG.md)."""
+    if dtype == torch.float32 or width > 64:
+        return (64, 32, 4, 2)
+    return (64, 32, 4, 3) if longest <= 256 else (128, 64, 8, 3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
+    """As the reference, with the kernel where it can run; `longest` bounds the rows of an image.
+
+    Rows of no image are not written."""
+    if not usable(q.device):
+        return reference(q, k, v, offsets, weight)
+    return _attend(q, k, v, offsets, longest, log2_weight(weight))

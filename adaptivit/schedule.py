@@ -1,0 +1,161 @@
+"""When `packed` moves rows on a GPU: chosen beforehand from how many tokens stay, by times measured on the device.
+
+A token that has left may keep its row for a while: it has weight 0 as a key, so nobody sees it, but it is computed. A
+move takes such rows out, and costs time itself. With t(r) the time of a block on r rows and c that of a move, the moves
+that minimise
+
+    sum over blocks of t(rows held) + c (number of moves)
+
+are found by dynamic programming over the block of the last move. Where rows cost next to nothing (one image at a time)
+the best choice is never to move: the dense path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import fused
+from .backbone import Taps
+from .decision import Drop, Trace
+from .errors import UserError
+from .layouts import PackedOnDevice, Plan
+
+if TYPE_CHECKING:
+    from .model import AdaptiveViT
+
+SHARES = (0.05, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured on a device: seconds of a block at some numbers of rows, and of a move."""
+
+    rows: tuple[int, ...]  # rising
+    block: tuple[float, ...]
+    move: float
+
+    def at(self, rows: float) -> float:
+        """Seconds of a block, on the line between the nearest two measurements."""
+        points = list(zip(self.rows, self.block, strict=True))
+        if rows <= points[0][0]:
+            return points[0][1]
+        for (low, fast), (high, slow) in itertools.pairwise(points):
+            if rows <= high:
+                return fast + (slow - fast) * (rows - low) / (high - low)
+        return points[-1][1] * rows / points[-1][0]
+
+
+def choose(live: Sequence[float], times: Times) -> frozenset[int]:
+    """live [L] rows that take part in each block -> the blocks after which rows should be moved."""
+    layers = len(live)
+
+    @cache
+    def best(layer: int, held: int) -> tuple[float, tuple[int, ...]]:
+        """Least time of the blocks from `layer` on with the rows of block `held` in store, and the moves to come."""
+        if layer == layers:
+            return 0.0, ()
+        now = times.at(live[held])
+        stays, later = best(layer + 1, held)
+        choice = (now + stays, later)
+        if layer + 1 < layers and live[layer + 1] < live[held]:
+            moves, after = best(layer + 1, layer + 1)
+            if now + times.move + moves < choice[0]:
+                choice = (now + times.move + moves, (layer, *after))
+        return choice
+
+    return frozenset(best(0, 0)[1])
+
+
+def expected_rows(live: Sequence[float], moves: frozenset[int]) -> tuple[int, ...]:
+    """[L] rows held in each block under these moves."""
+    rows, held = [], live[0]
+    for layer, now in enumerate(live):
+        held = now if layer == 0 or layer - 1 in moves else held
+        rows.append(max(1, round(held)))
+    return tuple(rows)
+
+
+def live_rows(model: AdaptiveViT, profile: Tensor | Trace | Sequence[float], batch: int) -> list[float]:
+    """[L] rows of a batch that take part in each block: from images, a trace, or mean live shares."""
+    if isinstance(profile, Tensor):
+        with torch.inference_mode():
+            profile = model(profile).trace
+    if isinstance(profile, Trace):
+        return [batch * float(n) for n in profile.live.double().mean(1)]
+    if len(profile) != model.shape.layers or not all(0 <= s <= 1 for s in profile):
+        raise UserError(
+            f"profile: expected {model.shape.layers} live shares in 0..1, one a block, got {list(profile)}."
+        )
+    return [batch * model.shape.tokens * float(s) for s in profile]
+
+
+def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None) -> Plan:
+    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many."""
+    stays = model.policy.prefix_stays
+    if profile is None:
+        few = batch * model.shape.tokens <= fused.FEW_ROWS
+        return Plan(moves=frozenset() if few else None, prefix_stays=stays)
+    live = live_rows(model, profile, batch)
+    moves = choose(live, measure(model, batch))
+    return Plan(moves=moves, rows=expected_rows(live, moves), prefix_stays=stays)
+
+
+@torch.inference_mode()
+def measure(model: AdaptiveViT, batch: int, repeats: int = 20) -> Times:
+    """Time a block of this model at several numbers of rows, and a move, on the device it is on."""
+    weight = next(model.parameters())
+    slots, width, block = model.shape.tokens, model.shape.dim, model.vit.blocks[0]
+    x = torch.randn(batch, slots, width, dtype=weight.dtype, device=weight.device)
+    slot = torch.arange(slots, device=weight.device).expand(batch, -1)
+
+    def held(count: int) -> PackedOnDevice:
+        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,), prefix_stays=True))
+        layout.drop(Drop(slot >= count))
+        layout.put(layout.rows)
+        return layout
+
+    def run(layout: PackedOnDevice, *, moves: bool) -> None:
+        if moves:
+            layout.drop(Drop(slot >= slots))
+        fused.attention(block, layout, Taps())
+        fused.mlp(block, layout, Taps())
+
+    counts = sorted({max(1, round(share * slots)) for share in SHARES})
+    seconds = [_time(lambda n=n: run(held(n), moves=False), lambda n=n: held(n), repeats) for n in counts]  # type: ignore[misc]
+    middle = counts[len(counts) // 2]
+    moving = _time(lambda: run(held(middle), moves=True), lambda: held(middle), repeats)
+    move = max(0.0, moving - seconds[len(counts) // 2])
+    return Times(tuple(batch * n for n in counts), tuple(seconds), move)
+
+
+def _time(whole: Callable[[], object], setup: Callable[[], object], repeats: int) -> float:
+    """Seconds of `whole` less those of `setup`, each as a CUDA graph of its own."""
+    return max(0.0, _replayed(whole, repeats) - _replayed(setup, repeats))
+
+
+def _replayed(run: Callable[[], object], repeats: int) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    seconds = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        seconds.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(seconds)

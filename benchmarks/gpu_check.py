@@ -1,0 +1,189 @@
+"""The kernels on a real GPU against float64 references, without pytest: python3 benchmarks/gpu_check.py
+
+The tests in tests/test_kernels.py and tests/test_fused.py do this and more; this script needs nothing but the checkout,
+for machines where nothing can be installed. Exit code 1 where something is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
+import adaptivit
+from adaptivit.model import AdaptiveViT
+from adaptivit.ops import attention, compact, evidence, linear, norm, norm_linear, patches, ragged, weighted_kernels
+from adaptivit.profiles import drawn_trace
+
+WRONG: list[str] = []
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+def close(name: str, out: Tensor, reference: Tensor, bound: float) -> None:
+    out, reference = out.detach().double(), reference.detach().double()
+    error = float((out - reference).norm() / reference.norm().clamp_min(1e-2))
+    good = bool(torch.isfinite(out).all()) and error <= bound
+    if not good:
+        WRONG.append(name)
+    print(f"{'ok   ' if good else 'WRONG'} {name:70} {error:.1e} (at most {bound:.0e})", flush=True)
+
+
+def attempt(name: str, run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as error:
+        WRONG.append(name)
+        print(f"WRONG {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def noise(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def rows_of(live: int, x: Tensor) -> Tensor:
+    """x with NaN behind the live rows."""
+    x[live:] = float("nan")
+    return x
+
+
+def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
+    x, count = rows_of(live, noise(room, width, dtype=dtype)), torch.tensor([live], device="cuda", dtype=torch.int32)
+    w, b = noise(3 * width, width, dtype=dtype) * width**-0.5, noise(3 * width, dtype=dtype)
+    p, c, scale = noise(width, width, dtype=dtype) * width**-0.5, noise(width, dtype=dtype), noise(width, dtype=dtype)
+    d64 = [t.double() for t in (x, w, b, p, c, scale)]
+    name = f"{str(dtype)[6:]} width {width} live {live}/{room}"
+    for expected in (100, 5000, 30000):
+        out = linear.linear(x, w, b, None, None, count, True, expected)[:live]
+        close(
+            f"linear gelu, tile for {expected}, {name}",
+            out,
+            linear.reference(*d64[:3], rows=count, gelu=True)[:live],
+            BOUND[dtype],
+        )
+        out = linear.linear(x, p, c, x, scale, count, False, expected)[:live]
+        want = linear.reference(d64[0], d64[3], d64[4], d64[0], d64[5], count)[:live]
+        close(f"linear residual, tile for {expected}, {name}", out, want, BOUND[dtype])
+    index = torch.randint(0, live, (room,), device="cuda", dtype=torch.int32)
+    y, kept, seen = norm.norm(x, c, scale, 1e-6, index, count, w[5], b[5:6])
+    want64 = norm.reference(d64[0], d64[4], d64[5], 1e-6, index, count, d64[1][5], d64[2][5:6])
+    for part, out, want in zip(("y", "kept", "seen"), (y, kept, seen), want64, strict=True):
+        assert out is not None
+        assert want is not None
+        close(f"norm {part}, {name}", out[:live], want[:live], BOUND[dtype])
+    if norm_linear.split(width):
+        made = norm_linear.norm_linear(x, c, scale, 1e-6, w, b, index, count, 5, True)
+        want64 = norm_linear.reference(d64[0], d64[4], d64[5], 1e-6, d64[1], d64[2], index, count, 5, True)
+        for part, out, want in zip(("out", "kept", "seen"), made, want64, strict=True):
+            assert out is not None
+            assert want is not None
+            close(f"norm_linear {part}, {name}", out[:live], want[:live], BOUND[dtype])
+
+
+def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    room, live = sum(lengths) + 7, sum(lengths)
+    q, k, v = rows_of(live, noise(room, 3, 2, width, dtype=dtype)).unbind(1)
+    sizes = torch.rand(room, device="cuda") * 3 * (torch.rand(room, device="cuda") < 0.7)
+    for kind, weight in (("none", None), ("bool", sizes > 0), ("sizes", sizes)):
+        name = f"{str(dtype)[6:]} d {width} lengths {lengths[:4]}, weight {kind}"
+        q64, k64, v64 = (t.double() for t in (q, k, v))
+        out = ragged.attend(q, k, v, offsets, max(lengths), weight)[:live]
+        close(f"attend {name}", out, ragged.reference(q64, k64, v64, offsets, weight)[:live], BOUND[dtype])
+        for what, run in (("class", evidence.class_row), ("all", evidence.received)):
+            got = run(q, k, offsets, max(lengths), weight)[:live]
+            close(f"{what} row {name}", got, evidence.reference(q64, k64, offsets, weight, what)[:live], BOUND[dtype])
+
+
+def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:
+    given = [noise(2, 3, tokens, width, dtype=dtype).requires_grad_() for _ in range(3)]
+    weight = (torch.rand(2, tokens, device="cuda") * 2 * (torch.rand(2, tokens, device="cuda") < 0.6)).requires_grad_()
+    twin = [t.detach().double().requires_grad_() for t in (*given, weight)]
+    out = weighted_kernels.attention(*given, weight)
+    grad = noise(*out.shape, dtype=dtype)
+    out.backward(grad)
+    want = attention.probabilities(*twin[:2], twin[3]) @ twin[2].float()
+    want.backward(grad.float())
+    close(f"weighted {str(dtype)[6:]} d {width} n {tokens}", out, want, BOUND[dtype])
+    for name, a, b in zip(("dq", "dk", "dv", "dw"), (*given, weight), twin, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        close(f"weighted {name} {str(dtype)[6:]} d {width} n {tokens}", a.grad, b.grad, 3 * BOUND[dtype])
+
+
+@torch.inference_mode()
+def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = adaptivit.create("deit_tiny_patch16_224", policy, **settings).cuda().to(dtype)
+    images = noise(5, 3, 224, 224, dtype=dtype)
+    model(images)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = model(images)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    again = AdaptiveViT(model.vit.float(), "replay", {"trace": out.trace}).eval()
+    close(
+        f"{policy} {settings} {str(dtype)[6:]}, {out.layout}",
+        out.logits,
+        again(images.float(), layout="masked").logits,
+        3e-2,
+    )
+    model = model.to(dtype)
+    captured = model.capture(5, compile=False)
+    one, two = captured(images), captured(images[:2].flip(0).contiguous())
+    close(f"{policy} {settings}, captured", one.logits, out.logits, 2e-2)
+    close(f"{policy} {settings}, captured, smaller batch", two.logits.flip(0), out.logits[:2], 2e-2)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for width, live, room in ((384, 1, 1), (384, 131, 300), (192, 0 + 65, 65), (768, 200, 201)):
+            attempt("rows", lambda d=dtype, w=width, n=live, r=room: check_rows(d, w, n, r))  # type: ignore[misc]
+        for width in (32, 64, 80):
+            attempt("attention", lambda d=dtype, w=width: check_attention(d, w, [1, 0, 197, 64, 33]))  # type: ignore[misc]
+        attempt("long", lambda d=dtype: check_attention(d, 64, [1025, 1, 577]))  # type: ignore[misc]
+        for width, tokens in ((64, 197), (32, 1), (80, 65)):
+            attempt("weighted", lambda d=dtype, w=width, n=tokens: check_weighted(d, w, n))  # type: ignore[misc]
+    stay = torch.rand(300, 197, device="cuda") < 0.5
+    cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
+    for images in (1, 40, 300):
+        got, want = (f(stay[:images], cells[: images * 197]) for f in (compact.order, compact.reference))
+        same = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        print(f"{'ok   ' if same else 'WRONG'} order of {images} images")
+        WRONG.extend([] if same else ["order"])
+    pixels, w, b = (
+        noise(3, 3, 224, 224, dtype=torch.bfloat16),
+        noise(192, 768, dtype=torch.bfloat16) / 28,
+        noise(192, dtype=torch.bfloat16),
+    )
+    at, lead = noise(196, 192, dtype=torch.bfloat16), noise(2, 192, dtype=torch.bfloat16)
+    want = patches.reference(*(t.double() for t in (pixels, w, b, at, lead)), (16, 16))
+    close("patches", patches.patches(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
+    trace = drawn_trace([1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], batch=5, tokens=197, seed=1)
+    for policy, settings in (
+        *(("static", {}), ("static", {"depth": 5}), ("replay", {"trace": trace}), ("aht", {"gamma": 10, "beta": -4.0})),
+        *(("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}), ("avit", {"gate_scale": 10, "gate_center": 2.0})),
+        *(
+            ("amod", {}),
+            ("mod", {}),
+            ("tome", {"r": 13}),
+            ("fold", {}),
+            ("evit", {}),
+            ("dynamicvit", {}),
+            ("confidence", {}),
+        ),
+    ):
+        attempt(policy, lambda p=policy, s=settings: check_model(p, s, torch.bfloat16))  # type: ignore[misc]
+    print(f"{len(WRONG)} wrong: {WRONG}")
+    sys.exit(1 if WRONG else 0)
+
+
+if __name__ == "__main__":
+    main()

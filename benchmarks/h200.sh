@@ -1,0 +1,43 @@
+#!/bin/sh
+# Speed on a GPU: every row of benchmarks/h200/. From the checkout, with or without installation:
+#   sh benchmarks/h200.sh warm OUT       fill the compilers' caches, configurations side by side; nothing is kept
+#   sh benchmarks/h200.sh small OUT      DeiT-S: a replayed halting profile, and AHT-ViT that decides itself
+#   sh benchmarks/h200.sh tuned OUT      the same with torch.compile's max-autotune among the static models (slow)
+#   sh benchmarks/h200.sh peers OUT      DeiT-S: A-MoD, ToMe, DynamicViT, fold
+#   sh benchmarks/h200.sh others OUT     DeiT-T, ViT-B, 384 px
+#   sh benchmarks/h200.sh training OUT   training steps of AHT-ViT against static ones
+set -u
+part=$1 out=$2
+run="python3 -m adaptivit benchmark --seed 0"
+deit="--backbones deit_small_patch16_224"
+aht="--profile halting --policies aht:gamma=10,beta=-4.8"  # on these random weights it halts about as the profile does
+peers="--policies amod:capacity=0.5 tome:r=13 dynamicvit fold:budget=0.67"
+quick="--static-modes default+graph"
+best="--static-modes default+graph max-autotune-no-cudagraphs+graph"
+training="python3 benchmarks/training_speed.py --batch 128 --kinds compiled"
+
+case $part in
+warm)
+  for batch in 1 32 256 1024; do
+    $run $deit $aht $quick --batch-sizes $batch --repeats 1 --out "$out/warm$batch" &
+  done
+  for batch in 32 256; do
+    $run $deit $peers $quick --batch-sizes $batch --repeats 1 --out "$out/warm-peers$batch" &
+  done
+  $training --turns 1 --steps 1 --warm-up 1 --out "$out/training.csv" &
+  wait ;;
+small)
+  $run $deit $aht $quick --batch-sizes 1 32 256 1024 --out "$out/deit_small" --plot ;;
+tuned)
+  $run $deit $aht $best --batch-sizes 1 32 256 1024 --out "$out/tuned" --plot ;;
+peers)
+  $run $deit $peers $quick --batch-sizes 32 256 --out "$out/peers" --plot ;;
+others)
+  $run --backbones deit_tiny_patch16_224 --profile halting $quick --batch-sizes 256 --out "$out/others"
+  $run --backbones vit_base_patch16_224 --profile halting $quick --batch-sizes 256 --out "$out/others"
+  $run $deit --img-size 384 --profile halting $quick --batch-sizes 64 --out "$out/others" ;;
+training)
+  $training --turns 6 --steps 5 --out "$out/training.csv" ;;
+*)
+  echo "expected warm, small, tuned, peers, others or training, got $part" >&2; exit 2 ;;
+esac

@@ -1,0 +1,429 @@
+"""Whole passes through the fused kernels against timm's modules on `masked`: the same tokens, answers and costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import test_layouts as laws
+import torch
+from conftest import KINDS, pictures, random_trace, randomise
+from interpreted import DEVICE, ON_GPU, elsewhere, here, on_gpu, run_again
+from timm.layers import RmsNorm
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import adaptivit
+from adaptivit import fused, layouts
+from adaptivit.decision import Trace
+from adaptivit.errors import UserError
+from adaptivit.layouts import Gathered, Layout, PackedOnDevice, Plan
+from adaptivit.model import AdaptiveViT
+from adaptivit.ops import kernels
+from adaptivit.output import Output
+
+pytestmark = [
+    # what numpy says in the interpreter of rows that are left over and may be anything
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+    # torch's own, of the mode that finds out who waits for the GPU
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
+
+CONFIG: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 4,
+    "num_heads": 2,
+    "num_classes": 10,
+}
+LARGER = CONFIG | {"img_size": 112, "embed_dim": 192, "depth": 6, "num_heads": 3}  # on a GPU
+BACKBONES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"qkv_bias": False},
+    "no bias at all": {"qkv_bias": False, "proj_bias": False, "pre_norm": True},
+    "distilled": {"distilled": True},
+    "registers": {"reg_tokens": 2, "no_embed_class": True},
+    "average": {"global_pool": "avg"},
+    "average without a class token": {"class_token": False, "global_pool": "avg"},
+    "any size": {"dynamic_img_size": True, "img_size": 24},
+    "wide heads": {"embed_dim": 80, "num_heads": 1, "mlp_ratio": 1.4},
+    "odd hidden width": {"mlp_ratio": 1.6},
+}
+HALTING = {"gamma": 2.0, "beta": -1.5}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "static": ("static", {}),
+    "static, fewer blocks": ("static", {"depth": 2}),
+    "aht": ("aht", HALTING),
+    "aht, mean field": ("aht", HALTING | {"class_token": "mean_field"}),
+    "aht, folds": ("aht", HALTING | {"leave": "fold"}),
+    "aht, the plan acts": ("aht", HALTING | {"plan_weight": 0.7}),
+    "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
+    "amod": ("amod", {}),
+    "mod": ("mod", {}),
+    "dynamicvit": ("dynamicvit", {}),
+    "evit": ("evit", {}),
+    "tome": ("tome", {"r": 3}),
+    "fold": ("fold", {"keep": 0.8}),
+}
+policies = pytest.mark.parametrize("case", POLICIES)
+
+
+@elsewhere
+def test_in_the_interpreter() -> None:
+    run_again(__file__)
+
+
+def make(case: str = "static", change: dict[str, Any] | None = None, config: dict[str, Any] = CONFIG) -> AdaptiveViT:
+    """A model with random weights, the policy's too, but for its gate."""
+    name, given = POLICIES[case]
+    model = adaptivit.create(config | (change or {}), name, **given)
+    gate = {k: p.detach().clone() for k, p in model.policy.named_parameters() if p.ndim == 0}
+    randomise(model.vit)
+    randomise(model.policy, 1)
+    model.policy.load_state_dict(gate, strict=False)
+    return model.to(DEVICE)
+
+
+def replaying(trace: Trace, change: dict[str, Any] | None = None) -> AdaptiveViT:
+    return AdaptiveViT(make("static", change).vit, "replay", {"trace": trace}).eval()
+
+
+def run(
+    model: AdaptiveViT, images: Tensor, layout: str, use: bool, ask: tuple[str, ...] = (), plan: Plan | None = None
+) -> Output:
+    """A pass with the fused kernels, or without any."""
+    kernels.on_cpu = use
+    with torch.inference_mode():
+        choice = model._choose(layout, images.device)
+        assert choice.fused == (use and layout != "masked")
+        return model(images, layout=layout, ask=ask) if plan is None else model._run(choice, images, ask, plan)
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "on_cpu", kernels.on_cpu)
+
+
+def images_of(config: dict[str, Any] = CONFIG, batch: int = 2, seed: int = 0) -> Tensor:
+    return pictures(batch, config["img_size"], seed).to(DEVICE)
+
+
+def assert_near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
+    """Relative to the largest value."""
+    assert a.shape == b.shape
+    assert a.isfinite().all()
+    error, size = float((a.double() - b.double()).abs().max()), float(b.abs().max())
+    assert error <= tolerance * size, f"off by {error:.2e} of {size:.2e}"
+
+
+def assert_same(found: Output, expected: Output, tolerance: float = 1e-5) -> None:
+    assert torch.equal(found.trace.attended, expected.trace.attended)
+    assert torch.equal(found.trace.updated, expected.trace.updated)
+    assert torch.equal(found.macs, expected.macs)
+    assert_near(found.logits, expected.logits, tolerance)
+    assert_near(found.features, expected.features, tolerance)
+
+
+def check(
+    model: AdaptiveViT,
+    images: Tensor,
+    which: tuple[str, ...] = (),
+    ask: tuple[str, ...] = (),
+    plan: Plan | None = None,
+) -> Output:
+    """The fused kernels on these layouts (default: those that the policy can run on) and timm's modules are one."""
+    expected = run(model, images, "masked", False, ask)
+    for layout in which or (("packed", "gathered") if model.policy.equal else ("packed",)):
+        found = run(model, images, layout, True, ask, plan)
+        assert found.layout == layout
+        assert_same(found, expected)
+        if expected.tokens is not None:
+            assert_near(found.tokens, expected.tokens)  # type: ignore[arg-type]
+    return expected
+
+
+# -- passes ---------------------------------------------------------------------------------------------------------
+@here
+@policies
+def test_policies(case: str) -> None:
+    model = make(case, {"init_values": 0.5})
+    output = check(model, images_of())
+    if case not in ("static", "static, fewer blocks"):
+        assert not output.trace.attended.all()
+        assert output.trace.attended[0].all()
+
+
+@here
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_backbones(kind: str) -> None:
+    model = make("aht, mean field", BACKBONES[kind])
+    if kind == "odd hidden width":  # 51 numbers are no whole lot of 16 bytes: run or refused, but right
+        kernels.on_cpu = True
+        with torch.inference_mode():
+            assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
+    else:
+        check(model, images_of(), ask=("tokens",) if kind == "average" else ())
+
+
+@here
+@pytest.mark.parametrize("kind", ["plain", "registers", "average"])
+def test_norms_apart_from_their_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many rows."""
+    monkeypatch.setattr(fused, "FEW_ROWS", 0)
+    check(make("evit", BACKBONES[kind]), images_of(), ("gathered",))
+    check(make("aht", BACKBONES[kind]), images_of())
+
+
+def traces() -> Iterator[tuple[str, Trace]]:
+    """Random answers; in some, all images drop, skip and merge equally many tokens."""
+    said = ["none", "drop", "none", "skip", "none", "none", "none", "merge", "drop_zeroed", "gate", "none", "share"]
+    yield "chosen", random_trace(said, 9, 2)
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        kinds = [KINDS[i] for i in torch.randint(len(KINDS), (12,), generator=g).tolist()]
+        equal = seed % 2 == 1
+        yield f"{'equal ' if equal else ''}{seed}", random_trace(kinds, seed, 2, equal=equal)
+
+
+TRACES = dict(traces())
+
+
+def test_every_kind_of_answer_is_replayed() -> None:
+    said = {type(step.decision).__name__ for trace in TRACES.values() for step in trace.steps}
+    assert said == {"Keep", "Drop", "Skip", "Merge"}
+
+
+@here
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("moves", [None, frozenset()], ids=["moves", "still"])
+def test_replay(name: str, moves: frozenset[int] | None) -> None:
+    whole = moves is None and name.startswith("equal")
+    which = ("packed", "gathered") if whole else ("packed",)
+    check(replaying(TRACES[name]), images_of(), which, ("tokens",), Plan(moves))
+
+
+@here
+@pytest.mark.parametrize("equal", [False, True])
+def test_everything_left_after_the_first_block(equal: bool) -> None:
+    said = ["none", "none", "drop_all", "none", "drop_all", "none"] + ["none"] * 6
+    trace = next(t for t in (random_trace(said, s, 2, equal=equal) for s in range(99)) if _emptied(t))
+    check(replaying(trace), images_of(), ("packed", "gathered") if equal else ("packed",))
+
+
+def _emptied(trace: Trace) -> bool:
+    gone = torch.stack([step.decision.leaving for step in trace.steps]).any(0)  # type: ignore[union-attr]
+    return bool(gone.all())
+
+
+@here
+@pytest.mark.parametrize("case", ["aht", "aht, mean field", "aht, folds"])
+def test_when_rows_move_changes_nothing(case: str) -> None:
+    model = make(case)
+    expected = run(model, images_of(), "masked", False)
+    stays = model.policy.prefix_stays
+    for plan in (Plan(frozenset(), (), stays), Plan(frozenset({1}), (34, 30, 20)), Plan(None, (5000,) * 4, stays)):
+        assert_same(run(model, images_of(), "packed", True, plan=plan), expected)
+
+
+@here
+def test_one_image_and_facts_on_request() -> None:
+    check(make("aht"), images_of(batch=1), ask=("plan", "tokens"))
+    model = make("aht")
+    found, expected = (run(model, images_of(), *how, ask=("plan",)) for how in (("packed", True), ("masked", False)))
+    assert set(found.trace.facts) == set(expected.trace.facts)
+    assert_near(found.trace.facts["scores"], expected.trace.facts["scores"])
+
+
+@here
+def test_raw_scores_of_avit() -> None:
+    """They need the evidence `ghost`: a zeroed row through the block."""
+    model = make("avit")
+    found = run(model, images_of(), "packed", True, ask=("raw_scores",))
+    expected = run(model, images_of(), "masked", False, ask=("raw_scores",))
+    assert_same(found, expected)
+    assert_near(found.trace.facts["raw_scores"], expected.trace.facts["raw_scores"])
+
+
+@here
+@pytest.mark.parametrize("feature", ["gelu", "received", "class_row"])
+def test_what_a_supervisor_reads(feature: str) -> None:
+    model = adaptivit.create(CONFIG, "aht", feature=feature, index=3, **HALTING)
+    randomise(model.vit)
+    output = check(model.to(DEVICE), images_of())
+    assert not output.trace.attended.all()
+
+
+@here
+@pytest.mark.skipif(ON_GPU, reason="the laws are about tensors on a CPU")
+@pytest.mark.parametrize("case", laws.CASES)
+@pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, Gathered])
+@torch.inference_mode()
+def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
+    """As in test_layouts.py, with the kernels."""
+    kernels.on_cpu = True
+    laws.test_attend(layout, case)
+    laws.test_evidence(layout, case)
+
+
+# -- what they do not run -------------------------------------------------------------------------------------------
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "norms of q and k": ({"qk_norm": True}, "norms or gates inside"),
+    "a norm in the MLP": ({"scale_mlp_norm": True}, "norms or gates inside"),
+    "another activation": ({"act_layer": "relu"}, "activation is ReLU"),
+    "another GELU": ({"act_layer": "gelu_tanh"}, "activation is"),
+    "odd width": ({"embed_dim": 24, "num_heads": 3}, "width 24"),
+}
+
+
+@here
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_models_run_without(what: str) -> None:
+    change, reason = REFUSED[what]
+    model = make("aht", change)
+    kernels.on_cpu = True
+    with torch.inference_mode():
+        said = fused.refusal(model.vit, torch.float32, torch.device(DEVICE))
+        assert said is not None
+        assert reason in said
+        assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
+    if ON_GPU:
+        assert reason in model.explain_layout()
+        assert "masked on cuda with timm's modules" in model.explain_layout()
+        assert f"no fused kernels: {said}" in model.explain_layout("packed")
+    else:
+        assert "packed on cpu with timm's modules" in model.explain_layout()
+
+
+@here
+@pytest.mark.parametrize("layer", [RmsNorm, partial(nn.LayerNorm, bias=False), partial(nn.LayerNorm, eps=0.1)])
+def test_other_norms(layer: Any) -> None:
+    """Those that the kernels do not know are refused, the others run."""
+    vit = VisionTransformer(**CONFIG, norm_layer=layer)
+    randomise(vit)
+    model = adaptivit.create(vit, "aht", **HALTING).to(DEVICE).eval()
+    kernels.on_cpu = True
+    with torch.inference_mode():
+        said = fused.refusal(vit, torch.float32, torch.device(DEVICE))
+        assert layer is not RmsNorm or "norms are RmsNorm" in str(said)
+        assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
+
+
+@here
+def test_refusals_that_are_not_the_models() -> None:
+    vit, device = make().vit, torch.device(DEVICE)
+    kernels.on_cpu = True
+    assert "gradients are on" in str(fused.refusal(vit, torch.float32, device))
+    with torch.inference_mode():
+        assert fused.refusal(vit, torch.float32, device) is None
+        assert "float64" in str(fused.refusal(vit, torch.float64, device))
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert "autocast is on" in str(fused.refusal(vit, torch.float32, device))
+        kernels.on_cpu = False
+        assert "no GPU" in str(fused.refusal(vit, torch.float32, torch.device("cpu")))
+
+
+@here
+def test_the_layout_is_explained() -> None:
+    kernels.on_cpu = True
+    assert f"packed on {DEVICE} with fused Triton kernels: images differ" in make("aht").explain_layout()
+    assert f"gathered on {DEVICE} with fused Triton kernels" in make("static").explain_layout()
+    assert f"masked on {DEVICE} with timm's modules: asked for" in make("static").explain_layout("masked")
+    assert "timm's modules: training" in make("aht").train().explain_layout()
+
+
+@pytest.mark.parametrize("name", ["auto", "packed", "gathered", "masked"])
+def test_a_refusal_is_passed_on(name: str) -> None:
+    gpu = torch.device("cuda")
+    choice = layouts.choose(name, training=False, device=gpu, equal=False, refusal="it is Sunday")
+    assert not choice.fused
+    assert choice.type is not PackedOnDevice
+    assert name != "auto" or (choice.type.name == "masked" and "it is Sunday" in choice.why)
+
+
+def test_capture_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match="needs the model on a GPU"):
+        make().cpu().capture(batch=2)
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+@on_gpu
+@policies
+def test_bfloat16_against_a_replay_in_float32(case: str) -> None:
+    model = make(case, {"init_values": 0.5}, LARGER).to(torch.bfloat16)
+    images = images_of(LARGER, 4).to(torch.bfloat16)
+    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
+        found = run(model, images, layout, True)
+        trace = found.trace
+        replay = AdaptiveViT(copy.deepcopy(model.vit).float(), "replay", {"trace": trace}).eval()
+        expected = run(replay, images.float(), "masked", False)
+        assert torch.equal(trace.attended, expected.trace.attended)
+        assert torch.equal(trace.updated, expected.trace.updated)
+        assert_near(found.logits, expected.logits, 3e-2)
+
+
+@on_gpu
+@policies
+def test_nobody_waits_for_the_gpu(case: str) -> None:
+    model, images = make(case, {}, LARGER), images_of(LARGER, 4)
+    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
+        expected = run(model, images, layout, True)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = run(model, images, layout, True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_same(found, expected)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@on_gpu
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in POLICIES), ("aht", True), ("evit", True)])
+def test_a_captured_pass(case: str, compiled: bool) -> None:
+    """Other images halt elsewhere, and the last batch may be smaller: the same graph."""
+    model = make(case, {}, LARGER)
+    captured = model.capture(batch=4, compile=compiled)
+    first = captured(images_of(LARGER, 4))
+    kept = first.logits.clone()
+    for batch, seed in ((4, 0), (4, 1), (3, 2), (1, 3)):
+        images = images_of(LARGER, batch, seed)
+        assert_same(captured(images), run(model, images, "auto", True), 1e-4)
+    assert torch.equal(first.logits, kept)  # the answer is the caller's own
+
+
+@on_gpu
+def test_a_capture_is_refused() -> None:
+    model, images = make("aht"), images_of(batch=2)
+    with pytest.raises(UserError, match="training mode"):
+        model.train().capture(batch=2)
+    with pytest.raises(UserError, match="at least 1 image"):
+        model.eval().capture(batch=0)
+    captured = model.capture(batch=2, compile=False)
+    assert "one CUDA graph of 2 images" in captured.explain()
+    assert "packed on cuda with fused" in captured.explain()
+    with pytest.raises(UserError, match="up to 2 images, got 3"):
+        captured(images_of(batch=3))
+    with pytest.raises(UserError, match="Captured for images"):
+        captured(images.cpu())
+    model.half()
+    with pytest.raises(UserError, match="capture it again"):
+        captured(images.half())
+
+
+@on_gpu
+def test_weights_may_change_after_capture() -> None:
+    model, images = make("aht"), images_of(batch=2)
+    captured = model.capture(batch=2, compile=False)
+    randomise(model.vit, 5)
+    assert_same(captured(images), run(model, images, "auto", True), 1e-4)
