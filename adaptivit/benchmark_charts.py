@@ -232,14 +232,15 @@ def _bars(axes: Any, group: list[Row], against: str | None, colours: dict[str, s
     values = _speeds(group, against)
     places = list(range(len(group)))[::-1]
     axes.barh(places, values, height=0.72, color=[colours[label(row)] for row in group], zorder=2)
-    for place, value, row in zip(places, values, group, strict=True):
-        rate = f"{_rate(float(row['images_per_s']))}/s"
-        text = f"{value:.2f}×  {rate}" if against else rate
+    rates = [f"{_rate(float(row['images_per_s']))}/s" for row in group]
+    texts = [f"{value:.2f}×  {rate}" if against else rate for value, rate in zip(values, rates, strict=True)]
+    for place, value, text in zip(places, values, texts, strict=True):
         spot = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5, "zorder": 4}
         axes.annotate(
             text, (value, place), color=INK, path_effects=[withStroke(linewidth=2.4, foreground="white")], **spot
         )
-    axes.set_xlim(0, 1.42 * max(values))  # room for the text of the longest
+    taken = (_widest(texts, 7.5) + 16) / axes.get_window_extent().width  # by the text behind a bar
+    axes.set_xlim(0, max(values) / (1 - min(taken, 0.8)))
     axes.set_ylim(-0.6, len(group) - 0.4)
     axes.set_yticks(places, [names.get(label(row), "") for row in group])
     axes.tick_params(axis="y", labelcolor=INK)

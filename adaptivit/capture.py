@@ -45,7 +45,7 @@ class Captured:
             raise UserError("capture: the model is in training mode; call model.eval() first.")
         if batch < 1:
             raise UserError(f"capture: expected a batch of at least 1 image, got {batch}.")
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.asked = model, batch, layout
         self.compiled = model.policy_name != "static" if compile is None else compile
         height, width = model.vit.patch_embed.img_size
         shape = (batch, model.vit.in_chans, height, width)
@@ -106,7 +106,7 @@ class Captured:
         moves = None if self.plan is None else self.plan.moves
         when = "wherever tokens leave" if moves is None else "after blocks " + ", ".join(map(str, sorted(moves)))
         rows = "" if self.plan is None else f"; rows move {when if moves != frozenset() else 'never (dense)'}"
-        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.layout)}{rows}"
+        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}"
 
 
 def _tensors(output: Output) -> list[Tensor]:

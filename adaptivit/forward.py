@@ -41,6 +41,7 @@ def forward(
     dense = not {"tokens", "patches"}.isdisjoint(ask) or shape.read == shape.tokens
     read = x.shape[1] if dense else shape.read
     layout = layout_type(x, read)
+    layout.prefix_stays = policy.prefix_stays
     run = _Run(layout, CostModel(shape, x.shape[1]), read)
     state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
     for layer, block in enumerate(vit.blocks):

@@ -43,26 +43,41 @@ def refusal(vit: VisionTransformer, dtype: torch.dtype, device: torch.device) ->
         return f"the weights are {dtype}"
     if vit.embed_dim % 16:
         return f"the width {vit.embed_dim} is no multiple of 16"
+    if any(block.attn.proj.in_features % 8 or block.mlp.fc1.out_features % 8 for block in vit.blocks):
+        return "a width inside its blocks is no multiple of 8"
+    return plain(vit)
+
+
+def plain(vit: VisionTransformer) -> str | None:
+    """What keeps the blocks from being norm, attention, norm, MLP and nothing else; None if they are."""
     for block in vit.blocks:
         attn, ffn = block.attn, block.mlp
-        plain: list[Any] = [attn.q_norm, attn.k_norm, attn.norm, ffn.norm]
-        if not all(isinstance(m, nn.Identity) for m in plain) or attn.gate is not None:
+        for product in (attn.qkv, attn.proj, ffn.fc1, ffn.fc2):
+            if type(product) is not nn.Linear or product._forward_hooks or product._forward_pre_hooks:
+                return "its linear layers have been replaced, or have hooks"
+        inside: list[Any] = [attn.q_norm, attn.k_norm, attn.norm, ffn.norm]
+        if not all(isinstance(m, nn.Identity) for m in inside) or attn.gate is not None:
             return "its blocks have norms or gates inside attention or MLP"
         norms = (block.norm1, block.norm2)
         if not all(isinstance(m, nn.LayerNorm) and m.weight is not None and m.bias is not None for m in norms):
             return f"its norms are {type(block.norm1).__name__}, not LayerNorm with weight and bias"
-        if attn.proj.in_features % 8 or ffn.fc1.out_features % 8:
-            return "a width inside its blocks is no multiple of 8"
         if not isinstance(ffn.act, nn.GELU) or ffn.act.approximate != "none":
             return f"its activation is {type(ffn.act).__name__}, not GELU"
     return None
 
 
+def patchwise(vit: VisionTransformer) -> bool:
+    """Whether the stem is one product of every patch, at one image size."""
+    stem, proj = vit.patch_embed, vit.patch_embed.proj
+    alone = proj.kernel_size == proj.stride and not any(proj.padding) and proj.groups == 1
+    return bool(alone and stem.flatten and not vit.dynamic_img_size and not stem.dynamic_img_pad)
+
+
 def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     """[B, C, H, W] -> [B, N, D], with the patch convolution as one matrix product."""
     stem, proj, position = vit.patch_embed, vit.patch_embed.proj, vit.pos_embed
-    plain = proj.kernel_size == proj.stride and not any(proj.padding) and isinstance(stem.norm, nn.Identity)
-    if vit.dynamic_img_size or stem.dynamic_img_pad or not plain or position is None or not images.is_contiguous():
+    bare = isinstance(stem.norm, nn.Identity) and position is not None and images.is_contiguous()
+    if not patchwise(vit) or not bare:
         return backbone.embed(vit, images)
     tokens = [vit.cls_token, getattr(vit, "dist_token", None), vit.reg_token]
     lead = [token[0] for token in tokens if token is not None]

@@ -12,7 +12,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone, fused, layouts, policies
+from . import backbone, fused, layouts, lean, policies
 from .backbone import Shape, inspect
 from .capture import Captured
 from .cost import CostModel
@@ -52,8 +52,10 @@ class AdaptiveViT(nn.Module):
     ) -> Output:
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
-            make = functools.partial(PackedOnDevice, plan=plan or Plan(prefix_stays=self.policy.prefix_stays))
-        blocks = fused if choice.fused else backbone
+            make = functools.partial(PackedOnDevice, plan=plan)
+        blocks: Any = fused if choice.fused else backbone
+        if blocks is backbone and choice.type.compact and not self.training:
+            blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else backbone
         return forward(self.vit, self.shape, self.policy, make, images, ask, blocks)
 
     def _choose(self, layout: str, device: torch.device) -> layouts.Choice:
@@ -79,10 +81,11 @@ class AdaptiveViT(nn.Module):
     def explain_layout(self, layout: str = "auto") -> str:
         """Which layout would run now, with which kernels, and why, in a line."""
         device = next(self.parameters()).device
+        dtype = next(self.parameters()).dtype
         with torch.inference_mode():
-            choice = self._choose(layout, device)
-            refusal = fused.refusal(self.vit, next(self.parameters()).dtype, device)
-        how = "fused Triton kernels" if choice.fused else "timm's modules"
+            choice, refusal = self._choose(layout, device), fused.refusal(self.vit, dtype, device)
+            lean_too = choice.type.compact and not self.training and lean.refusal(self.vit, dtype, device) is None
+        how = "fused Triton kernels" if choice.fused else "products in place" if lean_too else "timm's modules"
         because = "" if choice.fused or refusal is None or device.type == "cpu" else f" (no fused kernels: {refusal})"
         return f"{choice.type.name} on {device.type} with {how}{because}: {choice.why}"
 

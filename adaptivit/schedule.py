@@ -99,13 +99,12 @@ def live_rows(model: AdaptiveViT, profile: Tensor | Trace | Sequence[float], bat
 
 def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None) -> Plan:
     """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many."""
-    stays = model.policy.prefix_stays
     if profile is None:
         few = batch * model.shape.tokens <= fused.FEW_ROWS
-        return Plan(moves=frozenset() if few else None, prefix_stays=stays)
+        return Plan(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
     moves = choose(live, measure(model, batch))
-    return Plan(moves=moves, rows=expected_rows(live, moves), prefix_stays=stays)
+    return Plan(moves=moves, rows=expected_rows(live, moves))
 
 
 @torch.inference_mode()
@@ -117,7 +116,8 @@ def measure(model: AdaptiveViT, batch: int, repeats: int = 20) -> Times:
     slot = torch.arange(slots, device=weight.device).expand(batch, -1)
 
     def held(count: int) -> PackedOnDevice:
-        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,), prefix_stays=True))
+        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,)))
+        layout.prefix_stays = True
         layout.drop(Drop(slot >= count))
         layout.put(layout.rows)
         return layout

@@ -7,7 +7,7 @@ the data order continues where it was. Each process takes its share of every glo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,13 @@ def objective(config: TrainConfig) -> Objective:
     )
 
 
+def judged(model: Any, objective: Objective, images: Tensor, known: Batch) -> tuple[Losses, Output]:
+    """Forward pass and losses, these in full precision."""
+    output = model(images, ask=objective.needs)
+    with torch.autocast(images.device.type, enabled=False):
+        return objective(output, known), output
+
+
 @dataclass
 class Trainer:
     """What a step needs. `fit` below builds it from a configuration; the quickstart builds its own."""
@@ -77,10 +84,11 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     config: TrainConfig
     accelerator: Accelerator
-    wrapped: Any  # the model as accelerate runs it, compiled where that was asked for
+    wrapped: Any  # the model as accelerate runs it
     teacher: AdaptiveViT | None = None
     mixup: Mixup | None = None
     average: Average | None = None
+    judge: Callable[[Any, Objective, Tensor, Batch], tuple[Losses, Output]] = judged  # compiled where asked for
 
     def step(self, batch: Loaded, step: int, steps_per_epoch: int) -> tuple[Losses, Output]:
         """One optimiser step on this process's share of a global batch."""
@@ -92,9 +100,9 @@ class Trainer:
             images, targets = self.mixup(images, targets)
         self.wrapped.train()
         self.model.policy.schedule(step / steps_per_epoch)
+        known = self.taught(images, targets)
         with accelerator.autocast():
-            output = self.wrapped(images, ask=self.objective.needs)
-        losses = self.objective(output, self.taught(images, targets))
+            losses, output = self.judge(self.wrapped, self.objective, images, known)
         if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
             losses.check_finite(step)
         for group in self.optimizer.param_groups:
@@ -196,13 +204,14 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
         teacher = _teacher(config, model.class_names or []).to(accelerator.device)
     optimizer = adamw(model, config)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
-    if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
-        wrapped = torch.compile(wrapped, dynamic=False)
     mixup = None
     if config.mixup or config.cutmix:
         mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)
     average = Average(model, config.ema) if config.ema else None
-    return Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
+    trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
+    if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
+        trainer.judge = torch.compile(judged, dynamic=False)
+    return trainer
 
 
 def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:

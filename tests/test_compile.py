@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import pictures, tiny
 from test_data import split_folder, train
-from test_resume import assert_same_weights, weights
+from test_resume import weights
 from torch import Tensor
 
 from adaptivit.config import TrainConfig
@@ -58,10 +58,13 @@ def test_the_same_training(method: str) -> None:
         loss, gradients, output = step(plain, number)
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             other_loss, other_gradients, other_output = step(compiled, number)
-        assert loss == other_loss
+        # static to the bit; weighted attention is traced as it stands, and written out by hand when it is not compiled
+        bound = 0.0 if method == "static" else 1e-5
+        assert loss == pytest.approx(other_loss, rel=bound)
         assert gradients.keys() == other_gradients.keys()
         for name, gradient in gradients.items():
-            assert torch.equal(gradient, other_gradients[name]), name
+            difference = float((gradient - other_gradients[name]).norm())
+            assert difference <= bound * float(gradient.norm()) + bound * 1e-3, name
         assert torch.equal(output.trace.attended, other_output.trace.attended)
         assert method == "static" or not output.trace.attended[-1].all()
 
@@ -85,4 +88,7 @@ def test_the_flag(tmp_path: Path) -> None:
     arguments = ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ema", 0.9)
     assert train(where, tmp_path / "plain", *arguments) == 0
     assert train(where, tmp_path / "compiled", *arguments, "--compile") == 0
-    assert_same_weights(weights(tmp_path / "plain"), weights(tmp_path / "compiled"))
+    plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
+    assert plain.keys() == compiled.keys()
+    for name, weight in plain.items():
+        assert torch.allclose(weight, compiled[name], rtol=1e-4, atol=1e-5), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit import fused, layouts
+from adaptivit import capture, fused, layouts, schedule
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
 from adaptivit.layouts import Gathered, Layout, PackedOnDevice, Plan
@@ -225,8 +225,7 @@ def _emptied(trace: Trace) -> bool:
 def test_when_rows_move_changes_nothing(case: str) -> None:
     model = make(case)
     expected = run(model, images_of(), "masked", False)
-    stays = model.policy.prefix_stays
-    for plan in (Plan(frozenset(), (), stays), Plan(frozenset({1}), (34, 30, 20)), Plan(None, (5000,) * 4, stays)):
+    for plan in (Plan(frozenset()), Plan(frozenset({1}), (34, 30, 20)), Plan(None, (5000,) * 4)):
         assert_same(run(model, images_of(), "packed", True, plan=plan), expected)
 
 
@@ -296,7 +295,8 @@ def test_refused_models_run_without(what: str) -> None:
         assert "masked on cuda with timm's modules" in model.explain_layout()
         assert f"no fused kernels: {said}" in model.explain_layout("packed")
     else:
-        assert "packed on cpu with timm's modules" in model.explain_layout()
+        how = "products in place" if what == "odd width" else "timm's modules"
+        assert f"packed on cpu with {how}" in model.explain_layout()
 
 
 @here
@@ -345,6 +345,58 @@ def test_a_refusal_is_passed_on(name: str) -> None:
     assert name != "auto" or (choice.type.name == "masked" and "it is Sunday" in choice.why)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+REPLAYED = random_trace(["none", "drop", "none", "skip", "none", "none", "none", "merge", "none"], 9, 2)
+TRACED = [(case, None) for case in ("aht", "tome", "fold", "amod", "dynamicvit", "evit", "replay")]
+
+
+@here
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("case", "moves"), [*TRACED, ("aht", frozenset({1})), ("replay", frozenset())])
+def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -> None:
+    """What capture gives to torch.compile (but for its backend): traced as a whole, and the same."""
+    change = {"depth": 3}
+    model = replaying(REPLAYED, change) if case == "replay" else make(case, change)
+    kernels.on_cpu = True
+    with torch.inference_mode():
+        choice = model._choose("auto", images_of().device)
+        assert choice.fused
+
+        def step(images: Tensor) -> list[Tensor]:
+            return capture._tensors(model._run(choice, images, plan=Plan(moves)))
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+        compiled(images_of())
+        expected, found = step(images_of(seed=1)), compiled(images_of(seed=1))  # who leaves is no part of the graph
+        assert not expected[2].all()
+        for one, other in zip(found, expected, strict=True):
+            assert_near(one.float(), other.float())
+
+
+@here
+def test_what_is_measured_for_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass that is timed runs; the clock here goes by the passes."""
+    passes: list[float] = []
+
+    def clock(run: Callable[[], object], repeats: int) -> float:
+        run()
+        passes.append(1.0 + len(passes))
+        return passes[-1]
+
+    monkeypatch.setattr(schedule, "_replayed", clock)
+    kernels.on_cpu = True
+    model = make("aht")
+    times = schedule.measure(model, 2)
+    assert times.rows == (2, 8, 16, 26, 34)  # of 17 slots each
+    assert len(passes) == 2 * (len(times.rows) + 1)
+    assert all(second >= 0 for second in (*times.block, times.move))
+
+
 def test_capture_needs_a_gpu() -> None:
     with pytest.raises(UserError, match="needs the model on a GPU"):
         make().cpu().capture(batch=2)
@@ -381,12 +433,6 @@ def test_nobody_waits_for_the_gpu(case: str) -> None:
         assert_same(found, expected)
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
 @on_gpu
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in POLICIES), ("aht", True), ("evit", True)])
@@ -400,6 +446,17 @@ def test_a_captured_pass(case: str, compiled: bool) -> None:
         images = images_of(LARGER, batch, seed)
         assert_same(captured(images), run(model, images, "auto", True), 1e-4)
     assert torch.equal(first.logits, kept)  # the answer is the caller's own
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_capture_with_a_profile(batch: int) -> None:
+    model, images = make("aht", {}, LARGER), images_of(LARGER, batch)
+    captured = model.capture(batch, profile=images, compile=False)
+    assert captured.plan is not None
+    assert captured.plan.moves is not None
+    assert len(captured.plan.rows) == LARGER["depth"]
+    assert_same(captured(images), run(model, images, "auto", True), 1e-4)
 
 
 @on_gpu

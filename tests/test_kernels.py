@@ -336,6 +336,18 @@ def test_images_do_not_see_each_other(weights: str, look: str) -> None:
         assert torch.equal(answer(*changed, other_weight)[start:stop], before[start:stop])
 
 
+def test_weights_as_the_kernels_read_them() -> None:
+    there, sizes, anything = torch.tensor([True, False]), torch.tensor([1.0, 0.0, 8.0]), noise(3)
+    assert kernels.log2_weight(None) is None
+    assert kernels.log2_weight(there) is there  # torch.compile knows no other view of it
+    assert torch.equal(kernels.log2_weight(sizes), torch.tensor([0.0, -float("inf"), 3.0]))  # type: ignore[arg-type]
+    assert [kernels.weight_kind(w) for w in (None, there, sizes)] == [0, 1, 2]
+    assert kernels.as_pointer(None, anything) is anything
+    assert kernels.as_pointer(sizes, anything) is sizes
+    assert kernels.as_pointer(there, anything).tolist() == [1, 0]
+    assert kernels.as_pointer(there, anything).dtype == torch.uint8
+
+
 # -- evidence -------------------------------------------------------------------------------------------------------
 def literal_evidence(q: Tensor, k: Tensor, offsets: Tensor, weight: Tensor | None, queries: str) -> Tensor:
     """[R] by the attention matrix itself, image by image."""
@@ -497,11 +509,15 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     index = torch.arange(5, dtype=torch.int32, device=DEVICE)
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, None, None, None, None))
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, index, count(5), probe, noise(1)))
-    q, k, v, offsets, _ = packed([3, 2], 1, 16, "none", torch.float32)
-    rows = [t[:5] for t in (q, k, v)]
-    check(ragged._attend, (*rows, offsets, 3, None))
-    for op in (evidence._class_row, evidence._received):
-        check(op, (*rows[:2], offsets, 3, None))
+    wide, affine = noise(5, 32), (noise(32), noise(32), 1e-6, noise(8, 32), noise(8))
+    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True))
+    check(norm_linear._norm_linear, (wide, *affine, index, count(5), 3, False))
+    for weights in ("none", "bool", "sizes"):
+        q, k, v, offsets, given = packed([3, 2], 1, 16, weights, torch.float32)
+        rows, seen = [t[:5] for t in (q, k, v)], kernels.log2_weight(None if given is None else given[:5])
+        check(ragged._attend, (*rows, offsets, 3, seen))
+        for op in (evidence._class_row, evidence._received):
+            check(op, (*rows[:2], offsets, 3, seen))
     check(compact._order, (staying("some", 2, 3), torch.arange(6, dtype=torch.int32, device=DEVICE)))
     images, kernel = noise(1, 3, 8, 8), noise(16, 48)
     check(patches.patches, (images, kernel, None, noise(4, 16), noise(1, 16), 4, 4))

@@ -48,7 +48,6 @@ class Plan:
 
     moves: frozenset[int] | None = None  # blocks after which rows are moved; None: wherever tokens leave
     rows: tuple[int, ...] = ()  # rows expected in every block: they choose tiles, and need not be right
-    prefix_stays: bool = False  # class, distillation and register tokens never leave
 
     def moves_after(self, layer: int) -> bool:
         return self.moves is None or layer in self.moves
@@ -75,6 +74,7 @@ class Layout(ABC):
     compact = True  # absent rows are not computed
     fixed = True  # no shape depends on who is there: nobody waits for a count
     equal = False  # rows are [B, n, D]: as many of every image
+    prefix_stays = False  # the policy never lets class, distillation and register tokens go
     live: Tensor  # [B, N] bool: has not left
     here: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
     size: Tensor | None  # [B, N] size of each token where merges have made some heavier than 1

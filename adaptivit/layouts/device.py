@@ -67,7 +67,7 @@ class PackedOnDevice(Layout):
 
     def _park(self, leaving: Tensor, zeroed: bool) -> None:
         """Remember the last value of tokens that leave and that the head will read."""
-        if self.plan.prefix_stays and self.read < self.slots:
+        if self.prefix_stays and self.read < self.slots:
             return
         last = self.leading()
         if zeroed:
@@ -166,7 +166,7 @@ class PackedOnDevice(Layout):
             rows, _, place, *_ = self._aside
             before = self._first(rows, None, place)
             now = torch.where(self.here[:, : self.read, None], now, before)
-        if self.plan.prefix_stays and self.read < self.slots:
+        if self.prefix_stays and self.read < self.slots:
             return now
         return torch.where(self.live[:, : self.read, None], now, self._parked.to(now.dtype))
 

@@ -18,7 +18,7 @@ from .similarity import Similarity
 
 
 def kernels_run(t: Tensor) -> bool:
-    return usable(t.device) and not torch.is_grad_enabled()
+    return usable(t.device) and t.dtype != torch.float64 and not torch.is_grad_enabled()
 
 
 class Gathered(Layout):

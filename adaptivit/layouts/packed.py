@@ -1,7 +1,7 @@
 """Packed: the rows of live tokens only, image after image, no padding. What halts is really gone.
 
 Shapes: B images, N slots, D width, H heads, d head width; M live rows in all, rows are [M, D]. `cells` [M] says whose
-they are: cell = image * N + slot. Images lie in order of their length, so those of equal length attend at once.
+they are: cell = image * N + slot. Neighbours of equal length attend at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ..decision import Drop, Merge, Skip
 from ..ops import attention
 from .base import Layout
 from .similarity import Similarity
+
+FEW = 32  # images that keep their order
 
 
 class Packed(Layout):
@@ -32,10 +34,16 @@ class Packed(Layout):
         self._aside: tuple[Tensor, Tensor, list[int], Tensor, Tensor | None] | None = None
 
     def _select(self, stay: Tensor) -> Tensor:
-        """Keep the rows with stay [B, N], images ordered by length; returns their index [M'] among the present rows.
+        """Keep the rows with stay [B, N]; returns their index [M'] among the present rows.
 
-        The order makes images of equal length neighbours, so that attention takes them at once and copies nothing.
+        Many images are put in the order of their length: those of equal length are then neighbours, and attention
+        takes them at once. Of few, hardly any two are equally long.
         """
+        if self.batch <= FEW:
+            index = stay.flatten()[self.cells].nonzero()[:, 0]
+            self.rows, self.cells = self.rows[index], self.cells[index]
+            self.lengths = stay.sum(-1).tolist()
+            return index
         lengths = stay.sum(-1)
         order = lengths.argsort(stable=True)
         position, slot = stay[order].nonzero(as_tuple=True)
@@ -56,6 +64,8 @@ class Packed(Layout):
 
     def _park(self, leaving: Tensor, zeroed: bool) -> None:
         """Remember the last value of tokens that leave and that the head will read."""
+        if self.prefix_stays and self.read < self.slots:
+            return
         if leaving[:, : self.read].any():
             index = leaving.flatten()[self.cells].nonzero()[:, 0]
             last = torch.zeros_like(self.rows[index]) if zeroed else self.rows[index]
@@ -107,11 +117,24 @@ class Packed(Layout):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         weight, parts = self._row_weight(), []
+        if self.batch <= FEW and len(set(self.lengths)) > 1:
+            return self._attend_one_by_one(q, k, v, weight, dropout)
         for rows, images, n in self._buckets():
             qb, kb, vb = (t[rows].unflatten(0, (images, n)).transpose(1, 2) for t in (q, k, v))
             bias = None if weight is None else weight[rows].log().to(q.dtype).reshape(images, 1, 1, n)
             parts.append(attention.fused(qb, kb, vb, bias, dropout=dropout).transpose(1, 2).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else v
+
+    def _attend_one_by_one(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, dropout: float) -> Tensor:
+        """The same for images that all differ: cut in one go, since on a CPU every little call counts."""
+        bias = None if weight is None else weight.log().to(q.dtype)[None, None, None].split(self.lengths, -1)
+        qs, ks, vs = (t.transpose(0, 1)[None].split(self.lengths, 2) for t in (q, k, v))  # [1, H, n, d] each
+        parts = [
+            attention.fused(qs[i], ks[i], vs[i], None if bias is None else bias[i], dropout=dropout).transpose(1, 2)[0]
+            for i, n in enumerate(self.lengths)
+            if n
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def add(self, delta: Tensor) -> None:
         self.rows = self.rows + delta

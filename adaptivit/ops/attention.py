@@ -56,6 +56,8 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float 
     if q.is_cuda and weighted_kernels.usable(v):
         return weighted_kernels.attention(q, k, v, weight, own=own)
     with torch.autocast(q.device.type, enabled=False):
+        if torch.compiler.is_compiling():  # torch 2.11 loses gradients of autograd functions of one's own there
+            return (probabilities(q, k, weight, own=own) @ v.float()).to(v.dtype)
         return _Weighted.apply(q, k, v, weight, own)  # type: ignore[no-untyped-call]
 
 
@@ -87,8 +89,8 @@ class _Weighted(torch.autograd.Function):
         t = p * (t - (a * t).sum(-1, keepdim=True))  # exp(s_ij) / Z_i  g_i . (v_j - out_i)
         s = t * w
         grads = ((s @ k) * ctx.scale, (s.transpose(-2, -1) @ q) * ctx.scale, a.transpose(-2, -1) @ grad)
-        wanted = t.sum((1, 2)) if ctx.needs_input_grad[3] else None
-        if wanted is not None and not ctx.own:
+        wanted = t.sum((1, 2))
+        if not ctx.own:
             wanted = wanted - t.diagonal(dim1=-2, dim2=-1).sum(1)
         dq, dk, dv = (g.to(d) for g, d in zip(grads, ctx.dtypes, strict=False))
-        return dq, dk, dv, None if wanted is None else wanted.to(ctx.dtypes[3]), None
+        return dq, dk, dv, wanted.to(ctx.dtypes[3]), None
