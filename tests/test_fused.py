@@ -11,7 +11,7 @@ import pytest
 import test_layouts as laws
 import torch
 from conftest import KINDS, pictures, random_trace, randomise
-from interpreted import DEVICE, ON_GPU, elsewhere, here, on_gpu, run_again
+from interpreted import DEVICE, ON_GPU, here, on_gpu
 from timm.layers import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -71,11 +71,6 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fold": ("fold", {"keep": 0.8}),
 }
 policies = pytest.mark.parametrize("case", POLICIES)
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_again(__file__)
 
 
 def make(case: str = "static", change: dict[str, Any] | None = None, config: dict[str, Any] = CONFIG) -> AdaptiveViT:

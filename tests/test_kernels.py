@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import randomise
-from interpreted import DEVICE, DTYPES, ON_GPU, elsewhere, here, on_gpu, run_again
+from interpreted import DEVICE, DTYPES, ON_GPU, here, on_gpu
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -26,11 +26,6 @@ pytestmark = [
 # relative to the largest value
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_again(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The Triton kernels of weighted attention against the formulae, spelled out in float64.
 
-They run on a GPU, or in Triton's interpreter, which has to be chosen before Triton is imported: without either, one
-test here runs this file again in a process with TRITON_INTERPRET=1.
+They run on a GPU, or in Triton's interpreter, which has to be chosen before Triton is imported: without either,
+test_interpreter.py runs this file again in a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adaptivit.ops import weighted_kernels as kernels
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 ON_GPU = DEVICE == "cuda"
-here = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in the process that test_in_the_interpreter starts")
+here = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in a process that test_interpreter.py starts")
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 # relative to the largest value; the interpreter cannot multiply bf16
@@ -266,11 +266,3 @@ def test_without_triton() -> None:
         "assert attention.weighted(t, t, t, torch.ones(1, 3)).shape == t.shape\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", __file__, "-x"]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
