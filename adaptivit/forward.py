@@ -35,7 +35,8 @@ def forward(
 ) -> Output:
     """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act.
 
-    `blocks` has the functions embed, attention and mlp: backbone.py, or fused.py with the same in fewer passes.
+    `blocks` has the functions embed, attention and mlp: backbone.py, or fused.py (GPU) and lean.py (CPU) with the same
+    in fewer passes.
     """
     x = blocks.embed(vit, images)
     dense = not {"tokens", "patches"}.isdisjoint(ask) or shape.read == shape.tokens
@@ -199,7 +200,7 @@ class View:
         )
 
     def _where_present(self, run: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """`run` on the images that have a token left: on all of them where rows are masked, not moved."""
+        """`run` on the images that have a token left: on all of them where no shape may depend on who is there."""
         some = self._run.layout.here.any(-1)
         if self._run.layout.fixed:
             out = run(values)

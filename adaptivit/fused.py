@@ -4,8 +4,8 @@ Shapes: B images, N slots, D width, H heads, d head width; R rows of a layout.
 
 A block is seven kernels: norm (which also carries out a pending move), qkv, attention, projection + residual, norm
 (which also reads the supervisor's element of fc1), fc1 + GELU, fc2 + residual; five with few rows, where a norm and its
-product are one. Attributes are read from the timm
-modules at every call: nothing is copied, so weights may change between calls.
+product are one. Attributes are read from the timm modules at every call: nothing is copied, so weights may change
+between calls.
 """
 
 from __future__ import annotations

@@ -516,3 +516,15 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check(compact._order, (staying("some", 2, 3), torch.arange(6, dtype=torch.int32, device=DEVICE)))
     images, kernel = noise(1, 3, 8, 8), noise(16, 48)
     check(patches.patches, (images, kernel, None, noise(4, 16), noise(1, 16), 4, 4))
+
+
+@here
+def test_queries_and_keys_that_are_no_views_of_qkv() -> None:
+    """As in models that norm q and k: other strides than v's, and under autocast another dtype."""
+    q, k, v = noise(9, 3, 2, 16).unbind(1)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    for one, two in ((q.contiguous(), k.contiguous()), (q.contiguous(), k), (q.double(), k)):
+        assert_near(ragged.attend(one, two, v, offsets, 5), ragged.reference(*double(q, k, v), offsets), 3e-6)
+        for queries, look in (("class", evidence.class_row), ("all", evidence.received)):
+            want = evidence.reference(*double(q, k), offsets, None, queries)
+            assert_near(look(one, two, offsets, 5), want, 3e-6)

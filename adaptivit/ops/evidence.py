@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import LOG2E, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
+from .kernels import LOG2E, alike, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
 
 
 def reference(q: Tensor, k: Tensor, offsets: Tensor, weight: Tensor | None, queries: str) -> Tensor:
@@ -222,10 +222,10 @@ def _(q, k, offsets, longest, weight):
 def class_row(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
     if not usable(q.device):
         return reference(q, k, offsets, weight, "class")
-    return _class_row(q, k, offsets, longest, log2_weight(weight))
+    return _class_row(*alike(q, k), offsets, longest, log2_weight(weight))
 
 
 def received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
     if not usable(q.device):
         return reference(q, k, offsets, weight, "all")
-    return _received(q, k, offsets, longest, log2_weight(weight))
+    return _received(*alike(q, k), offsets, longest, log2_weight(weight))

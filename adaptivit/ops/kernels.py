@@ -22,6 +22,7 @@ except ImportError:  # torch for CPUs comes without it
 __all__ = [
     "INTERPRETED",
     "LOG2E",
+    "alike",
     "as_pointer",
     "live",
     "log2_weight",
@@ -74,6 +75,15 @@ def log2_weight(weight: Tensor | None) -> Tensor | None:
 def weight_kind(weight: Tensor | None) -> int:
     """0: all ones, 1: boolean, 2: logarithms."""
     return 0 if weight is None else 1 if weight.dtype == torch.bool else 2
+
+
+def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same with one dtype and one set of strides, which the kernels are told once: q and k that were normed on
+    their own are no views of qkv any more."""
+    first = tensors[-1]
+    if all(t.dtype == first.dtype and t.stride() == first.stride() and t.stride(-1) == 1 for t in tensors):
+        return tensors
+    return tuple(t.to(first.dtype).contiguous() for t in tensors)
 
 
 def as_pointer(weight: Tensor | None, anything: Tensor) -> Tensor:

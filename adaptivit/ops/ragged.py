@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import LOG2E, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
+from .kernels import LOG2E, alike, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -143,4 +143,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weigh
     Rows of no image are not written."""
     if not usable(q.device):
         return reference(q, k, v, offsets, weight)
+    q, k, v = alike(q, k, v)
     return _attend(q, k, v, offsets, longest, log2_weight(weight))
