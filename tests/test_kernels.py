@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,7 @@ def fitting(tile: linear.Tile) -> linear.Tile:
     """A tile for the interpreter: the same kind, but smaller."""
     if ON_GPU:
         return tile
-    return linear.Tile(tile.m // 4, tile.n // 2, tile.k // 4, tile.warps, tile.stages, tile.residents, tile.parts)
+    return replace(tile, m=tile.m // 4, n=tile.n // 2, k=tile.k // 4)
 
 
 def check_linear(
@@ -113,10 +114,11 @@ def test_linear_with_every_tile(tile: linear.Tile, dtype: torch.dtype) -> None:
 
 @here
 @pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("span", [1, 2, 3])
 @pytest.mark.parametrize("residents", [0, 1, 2])
-def test_linear_of_any_width(residents: int, parts: int) -> None:
+def test_linear_of_any_width(residents: int, span: int, parts: int) -> None:
     for n in (8, 40, 64, 96):
-        tile = linear.Tile(16, 32, 16, 4, 2, residents, parts)
+        tile = linear.Tile(16, 32, 16, 4, 2, residents, parts, span)
         check_linear(torch.float32, 19, tile, ("bias", "residual"), room=33, n=n)
 
 
