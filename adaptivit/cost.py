@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +57,19 @@ class CostModel:
 
     def blocks(self, attended: Tensor, updated: Tensor) -> Tensor:
         """[L, B] tokens in each attention and each MLP -> [B] MACs of all blocks."""
+        return self._block(attended, updated).sum(0)
+
+    def _block(self, attended: Any, updated: Any) -> Any:
+        """MACs of a block from the tokens in its attention and in its MLP: numbers or tensors."""
         shape = self.shape
         projections = shape.dim * shape.attention_dim * (5 if shape.gated else 4)
         attention = attended * projections + 2 * attended * attended * shape.attention_dim
-        return (attention + updated * (2 * shape.dim * shape.hidden)).sum(0)
+        return attention + updated * (2 * shape.dim * shape.hidden)
 
     @property
     def static(self) -> float:
         """MACs of the backbone with every token everywhere."""
-        full = torch.full((self.shape.layers, 1), self.tokens, dtype=torch.float64)
-        return self.embedding + self.head + float(self.blocks(full, full))
+        return self.embedding + self.head + self.shape.layers * float(self._block(self.tokens, self.tokens))
 
     def evidence(self, name: str, present: Tensor) -> Tensor:
         """[B] tokens present -> [B] MACs that looking costs on top of the block."""

@@ -71,7 +71,8 @@ def forward(
         readout = layout.remaining()
         run.pooled = readout.shape[1]
     features, logits = backbone.head(vit, readout)
-    attended = torch.stack(run.attended)
+    always = all(mask is run.attended[0] for mask in run.attended)  # then one copy serves every layer
+    attended = run.attended[0].expand(shape.layers, -1, -1) if always else torch.stack(run.attended)
     same = all(a is b for a, b in zip(run.attended, run.updated, strict=True))
     trace = Trace(
         attended,

@@ -68,11 +68,23 @@ def objective(config: TrainConfig) -> Objective:
     )
 
 
-def judged(model: Any, objective: Objective, images: Tensor, known: Batch) -> tuple[Losses, Output]:
-    """Forward pass and losses, these in full precision."""
+def judged(
+    model: Any, teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor
+) -> tuple[Losses, Output]:
+    """Forward pass, of the teacher too where there is one, and losses, these in full precision."""
+    known = taught(teacher, objective, images, targets)
     output = model(images, ask=objective.needs)
     with torch.autocast(images.device.type, enabled=False):
         return objective(output, known), output
+
+
+@torch.no_grad()
+def taught(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor) -> Batch:
+    """What a loss may know beside the output: the targets, and what the static model says."""
+    if teacher is None:
+        return Batch(targets)
+    said = teacher(images, ask=objective.needs & {"patches"})
+    return Batch(targets, said.logits, said.patches)
 
 
 @dataclass
@@ -88,7 +100,7 @@ class Trainer:
     teacher: AdaptiveViT | None = None
     mixup: Mixup | None = None
     average: Average | None = None
-    judge: Callable[[Any, Objective, Tensor, Batch], tuple[Losses, Output]] = judged  # compiled where asked for
+    judge: Callable[..., tuple[Losses, Output]] = judged  # compiled where asked for
 
     def step(self, batch: Loaded, step: int, steps_per_epoch: int) -> tuple[Losses, Output]:
         """One optimiser step on this process's share of a global batch."""
@@ -100,9 +112,8 @@ class Trainer:
             images, targets = self.mixup(images, targets)
         self.wrapped.train()
         self.model.policy.schedule(step / steps_per_epoch)
-        known = self.taught(images, targets)
         with accelerator.autocast():
-            losses, output = self.judge(self.wrapped, self.objective, images, known)
+            losses, output = self.judge(self.wrapped, self.teacher, self.objective, images, targets)
         if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
             losses.check_finite(step)
         for group in self.optimizer.param_groups:
@@ -110,9 +121,13 @@ class Trainer:
             if group["backbone"] and step < config.freeze_epochs * steps_per_epoch:
                 group["lr"] = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        # a policy may own parameters that no loss of this run reaches; several processes still wait for their gradient
-        idle = [p.sum() for p in self.model.policy.parameters() if p.requires_grad]
-        accelerator.backward(losses.total + 0.0 * torch.stack(idle).sum() if idle else losses.total)
+        # a policy may own parameters that no loss of this run reaches: their gradient is 0, which several processes
+        # wait for, and one need not compute
+        own = [p for p in self.model.policy.parameters() if p.requires_grad]
+        idle = 0.0 * torch.stack([p.sum() for p in own]).sum() if own and accelerator.num_processes > 1 else 0.0
+        accelerator.backward(losses.total + idle)
+        for p in own:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), config.clip_grad or float("inf"))
         if accelerator.device.type == "cpu" and norm is not None and not bool(norm.isfinite()):
             raise NotFiniteError(
@@ -123,15 +138,6 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.model, step)
         return losses, output
-
-    @torch.no_grad()
-    def taught(self, images: Tensor, targets: Tensor) -> Batch:
-        """What a loss may know beside the output: the targets, and what the static model says."""
-        if self.teacher is None:
-            return Batch(targets)
-        with self.accelerator.autocast():
-            said = self.teacher(images, ask=self.objective.needs & {"patches"})
-        return Batch(targets, said.logits, said.patches)
 
 
 def fit(config: TrainConfig, show: bool = True) -> Result:
@@ -189,10 +195,11 @@ def _probe(trainer: Trainer, val: Images) -> None:
     if len(batch.labels):
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
         output = trainer.model(images, ask=trainer.objective.needs)
-        taught = trainer.taught(images, targets)
+        with trainer.accelerator.autocast():
+            known = taught(trainer.teacher, trainer.objective, images, targets)
         for name, (_, term) in trainer.objective.terms.items():
             try:
-                term(output, taught)
+                term(output, known)
             except UserError as error:
                 policy = trainer.model.policy_name
                 raise UserError(f"--{name.replace('_', '-')}: the policy {policy!r} cannot serve it: {error}") from None
@@ -210,7 +217,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     average = Average(model, config.ema) if config.ema else None
     trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
     if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
-        trainer.judge = torch.compile(judged, dynamic=False)
+        graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
+        trainer.judge = torch.compile(judged, dynamic=False, mode="reduce-overhead" if graphs else None)
     return trainer
 
 

@@ -27,6 +27,11 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(1, index.reshape(shape).expand(-1, -1, *rows.shape[2:]))
 
 
+def widened(rows: Tensor) -> Tensor:
+    """In float32 at least, for sums: on a GPU their order varies, and they should round to the same all the same."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
 def same_count(stay: Tensor, count: int | None) -> int:
     """The number of tokens [B, N] that stay, the same for all images. A given one is believed on a GPU, where a look
     would make it wait, and while torch.compile looks at no values."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
-from .base import Layout, Plan, Stream
+from .base import Layout, Plan, Stream, widened
 from .similarity import Similarity
 
 
@@ -101,10 +101,10 @@ class PackedOnDevice(Layout):
         used = self.live.flatten()[cells] & self._used()
         joins = used & (into >= 0)
         target = self.place[torch.where(joins, cells // slots * slots + into, cells)].clamp_min(0)
-        moved = torch.where(joins[:, None], rows * scale[:, None].to(rows.dtype), 0.0)
+        moved = torch.where(joins[:, None], widened(rows) * scale[:, None], 0.0)
         stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
         self._park(self.live & ~stay, zeroed=False)
-        self.put(torch.zeros_like(rows).index_add(0, target, moved))
+        self.put(torch.zeros_like(moved).index_add(0, target, moved).to(rows.dtype))
         self.live = self.here = stay
         self._select(stay)
         self.size = self.size if decision.size is None else decision.size

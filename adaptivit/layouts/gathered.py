@@ -13,7 +13,7 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, evidence, ragged
 from ..ops.kernels import usable
-from .base import Layout, same_count, take
+from .base import Layout, same_count, take, widened
 from .similarity import Similarity
 
 
@@ -28,6 +28,7 @@ class Gathered(Layout):
     def __init__(self, x: Tensor, read: int) -> None:
         super().__init__(x, read)
         self.places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n]
+        self._whole = True  # nobody has left: rows are the grid
         self._parked = x[:, :read]  # [B, read, D] last values of those that left
         self._starts: dict[int, Tensor] = {}
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
@@ -37,6 +38,7 @@ class Gathered(Layout):
         n = same_count(stay, count)
         index = (~stay.gather(1, self.places)).long().argsort(dim=-1, stable=True)[:, :n]
         self.rows, self.places = take(self.rows, index), self.places.gather(1, index)
+        self._whole = False
         return index
 
     def drop(self, decision: Drop) -> None:
@@ -72,9 +74,10 @@ class Gathered(Layout):
         position = torch.arange(self.places.shape[1], device=self.live.device).expand_as(self.places)
         place = torch.zeros_like(decision.into).scatter(1, self.places, position)  # [B, N] slot -> position
         target = torch.where(into < 0, position, place.gather(1, into.clamp_min(0)))
-        moved = self.rows * (scale * (into >= 0))[..., None].to(self.rows.dtype)
+        moved = widened(self.rows) * (scale * (into >= 0))[..., None]
         self._parked = self.leading()
-        self.rows = torch.zeros_like(self.rows).scatter_add(1, target[..., None].expand_as(moved), moved)
+        met = torch.zeros_like(moved).scatter_add(1, target[..., None].expand_as(moved), moved)
+        self.rows = met.to(self.rows.dtype)
         stay = self.live & (decision.into == slot)
         self._select(stay, decision.count)
         self.live = self.here = stay
@@ -147,6 +150,8 @@ class Gathered(Layout):
         return Similarity([(keys, image * self.slots + self.places)], self.here)
 
     def leading(self) -> Tensor:
+        if self._whole:
+            return self.rows[:, : self.read]
         out = self._parked
         if self._aside is not None:
             out = self._put(out, self._aside[0], self._aside[1])

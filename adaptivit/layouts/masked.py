@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
-from .base import Layout
+from .base import Layout, widened
 from .similarity import Similarity
 
 
@@ -51,8 +51,8 @@ class Masked(Layout):
         nowhere = decision.into < 0
         into = torch.where(nowhere, slot, decision.into)
         scale = decision.scale * (self.live & ~nowhere)
-        moved = self.rows * scale[..., None].to(self.rows.dtype)
-        met = torch.zeros_like(self.rows).scatter_add(1, into[..., None].expand_as(moved), moved)
+        moved = widened(self.rows) * scale[..., None]
+        met = torch.zeros_like(moved).scatter_add(1, into[..., None].expand_as(moved), moved).to(self.rows.dtype)
         self.live = self.here = self.live & (decision.into == slot)
         self.rows = torch.where(self.live[..., None], met, self.rows)
         self._presence, self._own = decision.weight, decision.own

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
-from .base import Layout
+from .base import Layout, widened
 from .similarity import Similarity
 
 FEW = 32  # images that keep their order
@@ -95,10 +95,10 @@ class Packed(Layout):
         place[self.cells] = torch.arange(len(self.cells), device=self.cells.device)
         into, scale = decision.into.flatten()[self.cells], decision.scale.flatten()[self.cells]
         target = place[torch.where(into < 0, self.cells, self.cells // slots * slots + into)]
-        moved = self.rows * (scale * (into >= 0))[:, None].to(self.rows.dtype)
+        moved = widened(self.rows) * (scale * (into >= 0))[:, None]
         stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
         self._park(self.live & ~stay, zeroed=False)
-        self.rows = torch.zeros_like(self.rows).index_add(0, target, moved)
+        self.rows = torch.zeros_like(moved).index_add(0, target, moved).to(self.rows.dtype)
         self._select(stay)
         self.live = self.here = stay
         self.size = self.size if decision.size is None else decision.size

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from ..backbone import Shape
 from ..decision import Decision, Merge, Skip, Trace, When, detached
 from ..errors import UserError
@@ -37,6 +35,7 @@ class Replay(Policy):
         moving = any(isinstance(s.decision, Merge) for s in trace.steps)
         self.prefix_stays = not moving and not any(m is not None and bool(m[:, : trace.prefix].any()) for m in leaving)
         self.grid = tuple(trace.attended.shape[1:])
+        self.device = trace.attended.device
 
     def start(self, view: View) -> None:
         if tuple(view.present.shape) != self.grid:
@@ -44,18 +43,15 @@ class Replay(Policy):
                 f"replay: the trace was recorded for {self.grid[0]} images of {self.grid[1]} tokens, "
                 f"this batch has {view.present.shape[0]} of {view.present.shape[1]}."
             )
-
-    def _answer(self, view: View, when: When) -> Decision | None:
-        answer, device = self.answers.get((view.layer, when)), view.present.device
-        if answer is not None and any(isinstance(t, Tensor) and t.device != device for t in vars(answer).values()):
-            answer = self.answers[view.layer, when] = detached(answer, device)  # moved once
-        return answer
+        if view.present.device != self.device:  # moved once
+            self.device = view.present.device
+            self.answers = {place: detached(answer, self.device) for place, answer in self.answers.items()}
 
     def before(self, view: View, state: None) -> Decision | None:
-        return self._answer(view, "before")
+        return self.answers.get((view.layer, "before"))
 
     def between(self, view: View, state: None) -> Decision | None:
-        return self._answer(view, "between")
+        return self.answers.get((view.layer, "between"))
 
     def after(self, view: View, state: None) -> Decision | None:
-        return self._answer(view, "after")
+        return self.answers.get((view.layer, "after"))
