@@ -92,8 +92,7 @@ def patches(
     batch, channels, height, width = images.shape
     count, dim, prefix = len(position), len(weight), len(lead)
     out = torch.empty(batch, prefix + count, dim, dtype=weight.dtype, device=images.device)
-    small = batch * count < 8192
-    tm, tn = (64, 64) if small else (128, 128)
+    tm, tn = 64, 64 if batch * count < 1024 else 128  # measured on an H200 (benchmarks/LOG.md)
     grid = (triton.cdiv(batch * count, tm) * triton.cdiv(dim, tn),)
     _patches_kernel[grid](
         images,
@@ -117,7 +116,7 @@ def patches(
         TK=64,
         BIAS=bias is not None,
         PRECISION=precision(images.dtype),
-        num_warps=4 if small else 8,
+        num_warps=4,
         num_stages=3,
     )
     return out
