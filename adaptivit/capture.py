@@ -46,7 +46,7 @@ class Captured:
         if batch < 1:
             raise UserError(f"capture: expected a batch of at least 1 image, got {batch}.")
         self.model, self.batch, self.asked = model, batch, layout
-        self.compiled = model.policy_name != "static" if compile is None else compile
+        self.compiled = not model.policy.equal if compile is None else compile
         height, width = model.vit.patch_embed.img_size
         shape = (batch, model.vit.in_chans, height, width)
         first, *_, last = model.parameters()

@@ -74,7 +74,7 @@ class AdaptiveViT(nn.Module):
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
         GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (half a minute, once); by default for every policy but static.
+        kernels first (half a minute, once); by default for policies that differ from image to image.
         """
         return Captured(self, batch, layout, profile, compile)
 

@@ -22,15 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 from adaptivit.ops import linear, norm, norm_linear
 
 LINEAR = [
-    linear.Tile(m, n, k, warps, stages, residents, parts, span)
-    for m, n, span, warps in (
-        *((64, 32, 1, 4), (64, 64, 1, 4), (64, 128, 1, 4), (128, 64, 1, 4), (128, 128, 1, 4), (128, 128, 1, 8)),
-        *((64, 128, 3, 4), (64, 128, 3, 8), (64, 64, 3, 4), (64, 64, 2, 4), (128, 64, 3, 8), (128, 64, 3, 4)),
-    )
-    for k, stages in ((64, 3), (64, 4), (128, 2), (128, 3))
+    linear.Tile(m, n, k, warps, stages, residents, parts)
+    for m, n, warps in ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8))
+    for k in (64, 128)
+    for stages in (3, 4, 5)
     for residents in (0, 1, 2)
     for parts in (1, 2)
-    if (parts == 1 or n == 128) and stages * (m + n * span) * k * 2 + m * n * 2 // parts < 225_000 // max(residents, 1)
+    if stages * (m + n) * k * 2 + m * n * 2 // parts < 225_000 // max(residents, 1)
 ]
 NORM_LINEAR = [
     norm_linear.Tile(m, n, span, warps, stages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,7 +77,7 @@ def fitting(tile: linear.Tile) -> linear.Tile:
     """A tile for the interpreter: the same kind, but smaller."""
     if ON_GPU:
         return tile
-    return replace(tile, m=tile.m // 4, n=tile.n // 2, k=tile.k // 4)
+    return linear.Tile(tile.m // 4, tile.n // 2, tile.k // 4, tile.warps, tile.stages, tile.residents, tile.parts)
 
 
 def check_linear(
@@ -114,11 +113,10 @@ def test_linear_with_every_tile(tile: linear.Tile, dtype: torch.dtype) -> None:
 
 @here
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("span", [1, 2, 3])
 @pytest.mark.parametrize("residents", [0, 1, 2])
-def test_linear_of_any_width(residents: int, span: int, parts: int) -> None:
+def test_linear_of_any_width(residents: int, parts: int) -> None:
     for n in (8, 40, 64, 96):
-        tile = linear.Tile(16, 32, 16, 4, 2, residents, parts, span)
+        tile = linear.Tile(16, 32, 16, 4, 2, residents, parts)
         check_linear(torch.float32, 19, tile, ("bias", "residual"), room=33, n=n)
 
 

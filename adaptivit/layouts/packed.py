@@ -57,6 +57,8 @@ class Packed(Layout):
 
     def drop(self, decision: Drop) -> None:
         leaving = decision.leaving & self.live
+        if not leaving.any():
+            return
         stay = self.live & ~leaving
         self._park(leaving, decision.zeroed)
         self._select(stay)  # a Drop's own weight is 0 or 1: the same as being here or not

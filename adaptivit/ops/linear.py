@@ -45,7 +45,7 @@ def reference(
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut: rows, columns and depth of a tile, warps, pipeline stages, programs a multiprocessor (0:
-    one program a tile), the parts in which a tile is written, and tiles side by side in one program (1 to 3)."""
+    one program a tile), and the parts in which a tile is written."""
 
     m: int
     n: int
@@ -54,7 +54,6 @@ class Tile:
     stages: int
     residents: int
     parts: int = 1
-    span: int = 1
 
 
 def tile_for(rows: int, width: int, adds: bool, wide: bool = False) -> Tile:
@@ -113,43 +112,6 @@ if triton is not None:
         out_tile.store([m, n], total.to(out_tile.dtype))
 
     @triton.jit
-    def _finish(
-        total,
-        out_tile,
-        residual_tile,
-        bias_pointer,
-        scale_pointer,
-        m,
-        n,
-        N: tl.constexpr,
-        TM: tl.constexpr,
-        TN: tl.constexpr,
-        PARTS: tl.constexpr,
-        GELU: tl.constexpr,
-        BIAS: tl.constexpr,
-        SCALE: tl.constexpr,
-        RESIDUAL: tl.constexpr,
-        EXACT: tl.constexpr,
-    ):
-        """A tile is written whole, or in two halves, which need half the memory."""
-        if PARTS == 1:
-            _write(
-                *(total, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
-                *(N, TN, GELU, BIAS, SCALE, RESIDUAL, EXACT),
-            )
-        else:
-            half: tl.constexpr = TN // 2
-            left, right = tl.split(tl.permute(tl.reshape(total, (TM, 2, half)), (0, 2, 1)))
-            _write(
-                *(left, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
-                *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
-            )
-            _write(
-                *(right, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + half),
-                *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
-            )
-
-    @triton.jit
     def _linear_kernel(
         x_tile,
         w_tile,
@@ -165,7 +127,6 @@ if triton is not None:
         TN: tl.constexpr,
         TK: tl.constexpr,
         PARTS: tl.constexpr,
-        SPAN: tl.constexpr,
         GELU: tl.constexpr,
         BIAS: tl.constexpr,
         SCALE: tl.constexpr,
@@ -177,34 +138,31 @@ if triton is not None:
         rows = room
         if COUNTED:
             rows = tl.load(rows_pointer)
-        across: tl.constexpr = (N + SPAN * TN - 1) // (SPAN * TN)
+        across: tl.constexpr = (N + TN - 1) // TN
         tiles = tl.cdiv(rows, TM) * across
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             m = (tile // across) * TM
-            n = (tile % across) * SPAN * TN
+            n = (tile % across) * TN
             total = tl.zeros((TM, TN), dtype=tl.float32)
-            second = tl.zeros((TM, TN), dtype=tl.float32)
-            third = tl.zeros((TM, TN), dtype=tl.float32)
             for k in range(0, K, TK):
                 x = x_tile.load([m, k])
-                total = tl.dot(x, w_tile.load([n, k]).T, total, input_precision=PRECISION)
-                if SPAN > 1:
-                    second = tl.dot(x, w_tile.load([n + TN, k]).T, second, input_precision=PRECISION)
-                if SPAN > 2:
-                    third = tl.dot(x, w_tile.load([n + 2 * TN, k]).T, third, input_precision=PRECISION)
-            _finish(
-                *(total, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
-                *(N, TM, TN, PARTS, GELU, BIAS, SCALE, RESIDUAL, EXACT),
-            )
-            if SPAN > 1:
-                _finish(
-                    *(second, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + TN),
-                    *(N, TM, TN, PARTS, GELU, BIAS, SCALE, RESIDUAL, EXACT),
+                w = w_tile.load([n, k])
+                total = tl.dot(x, w.T, total, input_precision=PRECISION)
+            if PARTS == 1:
+                _write(
+                    *(total, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
+                    *(N, TN, GELU, BIAS, SCALE, RESIDUAL, EXACT),
                 )
-            if SPAN > 2:
-                _finish(
-                    *(third, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + 2 * TN),
-                    *(N, TM, TN, PARTS, GELU, BIAS, SCALE, RESIDUAL, EXACT),
+            else:
+                half: tl.constexpr = TN // 2
+                left, right = tl.split(tl.permute(tl.reshape(total, (TM, 2, half)), (0, 2, 1)))
+                _write(
+                    *(left, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
+                )
+                _write(
+                    *(right, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + half),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
                 )
 
 
@@ -250,7 +208,7 @@ def run(
         return out
     part = [tile.m, tile.n // tile.parts]
     out_tile = TensorDescriptor.from_tensor(out, part)
-    tiles = triton.cdiv(room, tile.m) * triton.cdiv(width, tile.n * tile.span)
+    tiles = triton.cdiv(room, tile.m) * triton.cdiv(width, tile.n)
     programs = min(tiles, multiprocessors(x.device) * tile.residents) if tile.residents else tiles
     _linear_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
@@ -267,7 +225,6 @@ def run(
         TN=tile.n,
         TK=tile.k,
         PARTS=tile.parts,
-        SPAN=tile.span,
         GELU=gelu,
         BIAS=bias is not None,
         SCALE=scale is not None,
