@@ -1,4 +1,4 @@
-"""Images and labels: an image folder or an .npz of arrays, with what is wrong said by name.
+"""Images and labels: an image folder or arrays (an .npz, mosaics), with what is wrong said by name.
 
 A folder holds CLASS/*.jpg, or train/ and val/ (or test/) of that form. An .npz holds train_x, train_y and maybe
 test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`. The name `digits`
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .errors import DataError, first_line
+from . import mosaics
+from .errors import DataError
+from .npz import read as _npz
+
+if TYPE_CHECKING:
+    from .arrays import OnDevice
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
 SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("test",)}
@@ -50,7 +55,11 @@ class Labelled:
         return Image.fromarray(item).convert("RGB")
 
     def part(self, indices: Sequence[int]) -> Labelled:
-        return Labelled(self.source, [self.items[i] for i in indices], [self.labels[i] for i in indices], self.classes)
+        if isinstance(self.items, np.ndarray):
+            items: Any = self.items[np.asarray(indices, np.int64)]
+        else:
+            items = [self.items[i] for i in indices]
+        return Labelled(self.source, items, [self.labels[i] for i in indices], self.classes)
 
     def for_model(self, classes: int, names: list[str] | None) -> Labelled:
         """The same images with the labels that a model uses: matched by class name where the model knows its names,
@@ -90,7 +99,9 @@ def splits(path: str | Path) -> dict[str, Labelled]:
     if path.is_file():
         if path.suffix != ".npz":
             raise DataError(f"Expected an image folder or an .npz file, got {path}.")
-        return _arrays(path)
+        return arrays_of(_npz(path), path)
+    if (path / mosaics.LABELS).is_file():
+        return arrays_of(mosaics.read(path), path)
     found: dict[str, Labelled] = {}
     for split, names in SPLITS.items():
         for name in names:
@@ -148,12 +159,8 @@ def _folder(path: Path) -> Labelled:
     return Labelled(str(path), items, labels, tuple(classes))
 
 
-def _arrays(path: Path) -> dict[str, Labelled]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # a damaged archive can raise anything
-        raise DataError(f"Not a readable .npz of plain arrays: {path} ({first_line(error)}).") from None
+def arrays_of(arrays: dict[str, Any], path: Path) -> dict[str, Labelled]:
+    """The splits that these arrays hold: train_x, train_y and so on."""
     found: dict[str, tuple[Any, Any]] = {}
     for split, prefix in (("train", "train_"), ("val", "val_"), ("test", "test_"), ("all", "")):
         if f"{prefix}x" in arrays:
@@ -242,8 +249,11 @@ def collate(samples: list[Sample]) -> Loaded:
     )
 
 
-def batches(data: Images, order: Sequence[Sequence[int]], workers: int = 0) -> Iterator[Loaded]:
+def batches(data: Images | OnDevice, order: Sequence[Sequence[int]], workers: int = 0) -> Iterator[Loaded]:
     """Batches of the given indices, in that order."""
+    if not isinstance(data, Images):
+        yield from data.batches(order)
+        return
     loader: DataLoader[Any] = DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
     yield from loader
 
