@@ -99,15 +99,10 @@ def test_training_is_a_crop_a_resize_and_a_mirror_of_pil(source: Any, size: Any,
         top, left, height, width = draws.box[i].tolist()
         top, left = top - edge[0], left - edge[1]
         image = some.image(i).crop((left, top, left + width, top + height))
-        image = F.resize(image, list(size), interpolation=mode)
+        for shape in ((height, size[1]), size):  # across, then down, as older Pillows do it and 13 does it mostly
+            image = F.resize(image, list(shape), interpolation=mode)
         image = F.horizontal_flip(image) if draws.mirror[i] else image
-        expected = F.normalize(finish(image), preprocessing.mean, preprocessing.std)
-        if height > size[0] and height * size[1] > width * size[0]:  # Pillow 13 takes the two passes in another order
-            gap = (bytes_of(there[i], preprocessing).int() - bytes_of(expected, preprocessing).int()).abs()
-            assert gap.max() <= 8
-            assert gap.double().mean() < 0.3
-        else:
-            assert torch.equal(there[i], expected)
+        assert torch.equal(there[i], F.normalize(finish(image), preprocessing.mean, preprocessing.std))
     assert draws.mirror.any() == (how != "none")
     assert (draws.box != draws.box[0]).any() == (how in ("pad", "crop"))
 
