@@ -141,7 +141,7 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
-    train_set, val_set = data.for_training(config.data, config.val_split, config.seed)
+    train_set, val_set = data.for_training(config.data, config.val_split, config.seed, config.allow_corrupt)
     train_set = _readable(train_set, config.allow_corrupt)
     if len(train_set) < config.batch_size:
         raise DataError(
@@ -175,6 +175,9 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         raise UserError("No loss has a weight > 0: give --task, --exits, --expected or another.")
     _probe(trainer, val)
     run.open()
+    notes = list(dict.fromkeys((*train_set.notes, *val_set.notes)))
+    if notes:
+        run.say(f"left out: {notes[0]}" + f", and {len(notes) - 1} more" * (len(notes) > 1))
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.calibrate:
         run.say(calibrate(model, policy_settings, config.weights, val_set, accelerator.device))
