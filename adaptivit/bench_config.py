@@ -26,7 +26,7 @@ class CompareConfig:
     """
 
     data: str
-    """Image folder or .npz, as for train; `digits` for the embedded handwritten digits."""
+    """Image folder, arrays, shards or hf:PATH, as for train; `digits` for the embedded handwritten digits."""
     methods: tuple[str, ...]
     """Methods, each policy[:recipe][,key=value], e.g. aht:balanced avit aht:budget_share=0.5 (listed below). A key is
     a setting of the policy or the weight or form of a loss. static is always among them."""

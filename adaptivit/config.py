@@ -48,7 +48,8 @@ class TrainConfig:
     """
 
     data: str
-    """Image folder (train/CLASS/*.jpg and val/..., or CLASS/*.jpg to be split), or .npz with train_x, train_y."""
+    """Image folder (train/CLASS/*.jpg and val/..., or CLASS/*.jpg to be split), .npz with train_x, train_y, folder of
+    mosaics, .tar shards (a folder, or x-{000..009}.tar), or hf:PATH; see docs/data.md."""
     backbone: str = "deit_tiny_patch16_224"
     """timm name of the VisionTransformer."""
     policy: str = "aht"
@@ -235,7 +236,7 @@ class EvaluateConfig:
     """
 
     data: str
-    """Image folder (CLASS/*.jpg, or with val/), or .npz with test_x, test_y."""
+    """Image folder (CLASS/*.jpg, or with val/), .npz with test_x, test_y, mosaics, .tar shards, or hf:PATH."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
     split: Literal["auto", "train", "val", "test"] = "auto"
     """Which part of the data; auto: test, else val, else all of it."""

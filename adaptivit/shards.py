@@ -181,8 +181,9 @@ def _look_through(shard: Path, number: int, images: frozenset[str], found: Found
 
 
 def _label(file: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> str | int | None:
-    opened = file.extractfile(member)
-    text = "" if opened is None else opened.read().decode("utf-8", "replace").strip()
+    assert file.fileobj is not None
+    file.fileobj.seek(member.offset_data)
+    text = file.fileobj.read(member.size).decode("utf-8", "replace").strip()
     if suffix == ".json":
         try:
             value = json.loads(text)

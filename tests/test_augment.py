@@ -12,6 +12,7 @@ from conftest import shared
 from PIL import Image
 from test_data import npz, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, weights
+from timm.data.mixup import Mixup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
@@ -352,6 +353,16 @@ def test_nothing_waits_for_the_device(given: TrainConfig | None) -> None:
     source = OnDevice(labelled(40), Preprocessing((48, 48)), CPU, given)
     with NoWait():
         assert len(list(data.batches(source, [list(range(40)), list(range(7))]))) == 2
+
+
+@pytest.mark.parametrize("flags", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_mixup_and_cutmix_do_not_wait_either(flags: tuple[float, float]) -> None:
+    mixup = Mixup(*flags, label_smoothing=0.0, num_classes=3)
+    found = next(data.batches(OnDevice(labelled(), PLAIN, CPU, ALL), [list(range(12))]))
+    with NoWait():
+        images, targets = mixup(found.images, found.labels)
+    assert images.shape == (12, 3, 32, 32)
+    assert targets.shape == (12, 3)
 
 
 @pytest.mark.parametrize("grey", [False, True])
