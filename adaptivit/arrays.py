@@ -23,6 +23,7 @@ from .pixel_ops import AFFINE, IDENTITY, OPERATIONS, affine
 from .preprocess import PAD, Preprocessing
 from .resample import FILTERS, resize, weights
 
+_AHEAD = 16  # batches whose draws are made at once
 _ROOM = 0.5  # of the free memory of a GPU: what the array may take
 
 
@@ -94,20 +95,23 @@ class OnDevice:
         return len(self.labelled)
 
     def batches(self, order: Sequence[Sequence[int]]) -> Iterator[Loaded]:
-        """Batches of the given indices, in that order."""
-        host = torch.tensor([i for batch in order for i in batch], dtype=torch.long)
-        rows = host.to(self.device)
-        ends = np.cumsum([len(batch) for batch in order])
-        plan = None if self.config is None else self._planned(host.numpy(), ends)
+        """Batches of the given indices, in that order. Draws are made for several at a time, while the device is
+        still busy with the ones before."""
+        for start in range(0, len(order), _AHEAD):
+            yield from self._several(order[start : start + _AHEAD])
+
+    def _several(self, order: Sequence[Sequence[int]]) -> Iterator[Loaded]:
+        indices = np.array([i for batch in order for i in batch], np.int64)
+        rows, ends = _sent(indices, self.device), np.cumsum([len(batch) for batch in order])
+        plan = None
+        if self.config is not None:
+            draws = draw(self.config, self.epoch, indices, self.source, self.preprocessing.size)
+            plan = _Plan(draws, ends, self.device)
         for number, end in enumerate(ends):
             begin = int(end) - len(order[number])
             chosen = rows[begin:end]
             images = self._evaluation(chosen) if plan is None else self._training(chosen, plan.batch(number))
-            yield Loaded(images, self.labels[chosen], host[begin:end], [])
-
-    def _planned(self, indices: Array, ends: Array) -> _Plan:
-        assert self.config is not None
-        return _Plan(draw(self.config, self.epoch, indices, self.source, self.preprocessing.size), ends, self.device)
+            yield Loaded(images, self.labels[chosen], torch.from_numpy(indices[begin:end]), [])
 
     def _pictures(self, rows: Tensor) -> Tensor:
         """uint8 [B, 3, h, w]"""
@@ -173,14 +177,19 @@ def _inside(box: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return down[:, None, :, None] & across[:, None, None, :]
 
 
+def _sent(array: Array, device: torch.device) -> Tensor:
+    """An array on the device, without a wait: from pinned memory, which torch keeps until it has been copied."""
+    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class _Plan:
-    """The draws of an epoch, moved to the device once."""
+    """The draws of several batches on the device."""
 
     def __init__(self, draws: Draws, ends: Array, device: torch.device) -> None:
         self.ends = ends
         self.box, self.mirror, self.amounts, self.erase = (
-            torch.from_numpy(np.ascontiguousarray(a)).to(device)
-            for a in (draws.box, draws.mirror, draws.amounts, draws.erase)
+            _sent(a, device) for a in (draws.box, draws.mirror, draws.amounts, draws.erase)
         )
         batch = np.searchsorted(ends, np.arange(len(draws.mirror)), side="right")
         start = np.concatenate([[0], ends])[batch]
@@ -190,7 +199,7 @@ class _Plan:
             key = batch * kinds + codes
             sorted_by = np.argsort(key, kind="stable")
             self.counts.append(np.bincount(key, minlength=len(ends) * kinds).reshape(-1, kinds))
-            self.members.append(torch.from_numpy(sorted_by - start[sorted_by]).to(device))
+            self.members.append(_sent(sorted_by - start[sorted_by], device))
 
     def batch(self, number: int) -> _Moved:
         end = int(self.ends[number])

@@ -1,8 +1,8 @@
 """Augmentation of whole batches on the device, with the meaning of torchvision's transforms.
 
-What is random about an image is drawn on the host from (seed, epoch, image) alone, for a whole epoch at once. So it
+What is random about an image is drawn on the host from (seed, epoch, image) alone, for many images at once. So it
 does not depend on the batch, the number of processes or an interruption, and the host knows without asking the device
-which images an operation is for. Shapes: n images of an epoch, B of a batch, S slots (an image passes through one
+which images an operation is for. Shapes: n images, B of a batch, S slots (an image passes through one
 operation a slot).
 """
 
@@ -86,7 +86,7 @@ class Draws:
 
 
 def draw(config: TrainConfig, epoch: int, indices: Array, source: tuple[int, int], target: tuple[int, int]) -> Draws:
-    """The draws of an epoch for these images, in this order."""
+    """The draws of these images in an epoch, in this order."""
     u = uniform(config.seed, epoch, indices)
     codes, amounts = [], []
     if config.color_jitter:

@@ -311,7 +311,15 @@ def test_a_picture_depends_on_seed_epoch_and_index_alone() -> None:
     plan = [order[i : i + 8] for i in range(0, 40, 8)]
     shares = [by_index([b[rank::2] for b in plan]) for rank in (0, 1)]
     assert not set(shares[0]) & set(shares[1])
-    for part in (by_index(plan), by_index(plan[3:]), by_index([[5]]), shares[0] | shares[1], by_index([order, [3]])):
+    single = by_index([[i] for i in order])  # more batches than are drawn at once
+    for part in (
+        by_index(plan),
+        by_index(plan[3:]),
+        single,
+        by_index([[5]]),
+        shares[0] | shares[1],
+        by_index([order, [3]]),
+    ):
         assert all(torch.equal(x, whole[i]) for i, x in part.items())
     assert set(shares[0]) | set(shares[1]) == set(whole)
     for other in (
