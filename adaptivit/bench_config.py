@@ -26,7 +26,7 @@ class CompareConfig:
     """
 
     data: str
-    """Image folder or .npz, as for train; `digits` for the embedded handwritten digits."""
+    """Image folder, arrays, shards or hf:PATH, as for train; `digits` for the embedded handwritten digits."""
     methods: tuple[str, ...]
     """Methods, each policy[:recipe][,key=value], e.g. aht:balanced avit aht:budget_share=0.5 (listed below). A key is
     a setting of the policy or the weight or form of a loss. static is always among them."""
@@ -54,8 +54,8 @@ class CompareConfig:
     """Linear warm-up."""
     weight_decay: float = 0.05
     """AdamW's weight decay."""
-    augment: Literal["none", "flip", "crop", "rand"] = "rand"
-    """Nothing; mirror; random resized crop and mirror; the same with RandAugment."""
+    augment: Literal["none", "flip", "pad", "crop", "rand"] = "rand"
+    """As in `train`: nothing; mirror; mirror and shift; random resized crop and mirror; the same with RandAugment."""
     distill: float = 0.0
     """Weight of distillation from a frozen static model, for every method alike, static too."""
     teacher: str | None = None

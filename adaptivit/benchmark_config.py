@@ -48,7 +48,7 @@ class BenchmarkConfig:
     checkpoint: str | None = None
     """A directory saved by `train` or save_pretrained: one contender more, beside the backbone that it holds."""
     data: str | None = None
-    """Image folder or .npz to take the batch from; default: random images from --seed."""
+    """Data to take the batch from, as for train; default: random images from --seed."""
 
     static_modes: tuple[str, ...] = ()
     """How the best static model may run; the fastest is taken. eager, or a mode of torch.compile, with +graph behind it

@@ -18,10 +18,11 @@ from rich.table import Table
 from . import __version__, data, settings
 from . import evaluate as evaluation
 from . import predict as prediction
+from .arrays import evaluation_images
 from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
 from .config import EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
-from .data import Images, Labelled
+from .data import Labelled
 from .errors import UserError
 from .factory import create, load
 from .files import write_text
@@ -125,7 +126,7 @@ def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, wha
     device = device_of(config.device)
     model = model.to(device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     labelled = labelled.for_model(model.vit.num_classes, model.class_names)
-    images = Images(labelled, model.preprocessing.evaluation())
+    images = evaluation_images(labelled, model.preprocessing, device)
     order = data.in_order(len(images), config.batch_size)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[top1]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
@@ -141,7 +142,7 @@ def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, wha
 
 def _flips(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig) -> float:
     device = device_of(config.device)
-    images = Images(labelled.spread(64), model.preprocessing.evaluation())
+    images = evaluation_images(labelled.spread(64), model.preprocessing, device)
     batch = next(data.batches(images, data.in_order(len(images), 64)))
     return evaluation.flipped_decisions(model, build(config.model).to(device), batch.images.to(device))
 

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from . import __version__, data, settings
+from .arrays import evaluation_images
 from .bench_config import CompareConfig
 from .commands import device_of
 from .compare_plan import Entry, model_of, plan, report_images
 from .compare_results import STATIC, TIMING, TRAINED_ON, Results, Row
 from .compare_table import failures, markdown, points, screen
-from .data import Images
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
 from .files import write_bytes, write_text
@@ -82,7 +82,7 @@ def _run_one(config: CompareConfig, entry: Entry, results: Results, console: Con
 
 def _evaluate(config: CompareConfig, entry: Entry, model: AdaptiveViT, console: Console) -> Result:
     labelled = report_images(config, entry.seed).for_model(model.vit.num_classes, model.class_names)
-    images = Images(labelled, model.preprocessing.evaluation())
+    images = evaluation_images(labelled, model.preprocessing, device_of(config.device))
     order = data.in_order(len(images), config.batch_size)
     with _bar(console) as progress:
         task = progress.add_task("evaluate", total=len(images))
@@ -193,7 +193,7 @@ def _take_turns(config: CompareConfig, results: Results, rows: list[Row], consol
         model = model_of(config, entries[row["method"], row["seed"]])
         if images is None:
             some = report_images(config, config.seeds[0]).spread(config.timing_batch)
-            pictures = Images(some, model.preprocessing.evaluation())
+            pictures = evaluation_images(some, model.preprocessing, device)
             images = next(data.batches(pictures, data.in_order(len(pictures), config.timing_batch))).images
             images = images.to(device, torch.bfloat16 if half else torch.float32)
         model = model.to(device, images.dtype)

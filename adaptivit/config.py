@@ -48,7 +48,8 @@ class TrainConfig:
     """
 
     data: str
-    """Image folder (train/CLASS/*.jpg and val/..., or CLASS/*.jpg to be split), or .npz with train_x, train_y."""
+    """Image folder (train/CLASS/*.jpg and val/..., or CLASS/*.jpg to be split), .npz with train_x, train_y, folder of
+    mosaics, .tar shards (a folder, or x-{000..009}.tar), or hf:PATH; see docs/data.md."""
     backbone: str = "deit_tiny_patch16_224"
     """timm name of the VisionTransformer."""
     policy: str = "aht"
@@ -95,8 +96,16 @@ class TrainConfig:
 
     label_smoothing: float = 0.0
     """Label smoothing of the cross-entropy."""
-    augment: Literal["none", "flip", "crop", "rand"] = "rand"
-    """Nothing; mirror; random resized crop and mirror; the same with RandAugment."""
+    augment: Literal["none", "flip", "pad", "crop", "rand"] = "rand"
+    """Nothing; mirror; mirror and a random shift by up to 1/8 (black from outside); random resized crop and mirror; the
+    same with RandAugment."""
+    augment_on: Literal["auto", "cpu", "device"] = "auto"
+    """Where training images are augmented: one by one on the CPU, or whole batches on the device, for arrays. auto: on
+    the device where that is a GPU and has room for the arrays."""
+    crop_scale: float = 0.35
+    """Smallest share of an image's area that the random resized crop takes."""
+    color_jitter: float = 0.0
+    """Brightness, contrast and saturation change by a factor of 1 plus or minus up to this."""
     rand_magnitude: int = 9
     """RandAugment's magnitude, of 30."""
     random_erasing: float = 0.0
@@ -193,6 +202,9 @@ class TrainConfig:
             _between(name, getattr(self, name), 0.0, 1.0)
         if not 0 < self.budget_share <= 1:
             raise UserError(f"budget_share: expected a share of static's MACs in (0, 1], got {self.budget_share}.")
+        _at_least("color_jitter", self.color_jitter, 0)
+        if not 0 < self.crop_scale <= 1:
+            raise UserError(f"crop_scale: expected a share of the area in (0, 1], got {self.crop_scale}.")
         if not 0 <= self.rand_magnitude <= 30:
             raise UserError(f"rand_magnitude: expected 0..30, got {self.rand_magnitude}.")
 
@@ -224,7 +236,7 @@ class EvaluateConfig:
     """
 
     data: str
-    """Image folder (CLASS/*.jpg, or with val/), or .npz with test_x, test_y."""
+    """Image folder (CLASS/*.jpg, or with val/), .npz with test_x, test_y, mosaics, .tar shards, or hf:PATH."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
     split: Literal["auto", "train", "val", "test"] = "auto"
     """Which part of the data; auto: test, else val, else all of it."""

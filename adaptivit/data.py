@@ -1,4 +1,5 @@
-"""Images and labels: an image folder or an .npz of arrays, with what is wrong said by name.
+"""Images and labels: an image folder, arrays (an .npz, mosaics), tar shards or a Hugging Face data set, with what is
+wrong said by name.
 
 A folder holds CLASS/*.jpg, or train/ and val/ (or test/) of that form. An .npz holds train_x, train_y and maybe
 test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`. The name `digits`
@@ -8,9 +9,9 @@ stands for the embedded handwritten digits where there is no such file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +19,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .errors import DataError, first_line
+from . import hub, mosaics, shards
+from .errors import DataError
+from .npz import read as _npz
+
+if TYPE_CHECKING:
+    from .arrays import OnDevice
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
 SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("test",)}
@@ -31,26 +37,33 @@ class Labelled:
     """Labelled images, not yet decoded."""
 
     source: str
-    items: Sequence[Any]  # paths, or arrays [h, w, 3] uint8
+    items: Sequence[Any]  # paths, arrays [h, w, 3] uint8, or what has a name and a method open()
     labels: Sequence[int]
     classes: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # what was left out on reading
 
     def __len__(self) -> int:
         return len(self.items)
 
     def name(self, index: int) -> str:
         item = self.items[index]
-        return str(item) if isinstance(item, Path) else f"{self.source}[{index}]"
+        return f"{self.source}[{index}]" if isinstance(item, np.ndarray) else str(item)
 
     def image(self, index: int) -> Image.Image:
         item = self.items[index]
-        if isinstance(item, Path):
-            with Image.open(item) as file:
-                return file.convert("RGB")
-        return Image.fromarray(item).convert("RGB")
+        if isinstance(item, np.ndarray):
+            return Image.fromarray(item).convert("RGB")
+        with _opened(item) as file:
+            return file.convert("RGB")
 
     def part(self, indices: Sequence[int]) -> Labelled:
-        return Labelled(self.source, [self.items[i] for i in indices], [self.labels[i] for i in indices], self.classes)
+        if isinstance(self.items, np.ndarray):
+            items: Any = self.items[np.asarray(indices, np.int64)]
+        elif hasattr(self.items, "take"):
+            items = self.items.take(indices)
+        else:
+            items = [self.items[i] for i in indices]
+        return replace(self, items=items, labels=[self.labels[i] for i in indices])
 
     def for_model(self, classes: int, names: list[str] | None) -> Labelled:
         """The same images with the labels that a model uses: matched by class name where the model knows its names,
@@ -68,8 +81,7 @@ class Labelled:
                 f"{self.source} has {len(self.classes)} classes, the model {classes}, and their names do not match "
                 f"(for example {odd!r})."
             )
-        labels = [number[self.classes[label]] for label in self.labels]
-        return Labelled(self.source, self.items, labels, self.classes)
+        return replace(self, labels=[number[self.classes[label]] for label in self.labels])
 
     def spread(self, limit: int) -> Labelled:
         """At most `limit` images, evenly spread over the set."""
@@ -78,8 +90,20 @@ class Labelled:
         return self.part([i * len(self) // limit for i in range(limit)])
 
 
-def splits(path: str | Path) -> dict[str, Labelled]:
-    """All the splits that the data has; a set without any is called `all`."""
+def _opened(item: Any) -> Image.Image:
+    return Image.open(item if isinstance(item, Path) else item.open())
+
+
+def splits(path: str | Path, allow_corrupt: bool = False) -> dict[str, Labelled]:
+    """All the splits that the data has; a set without any is called `all`. `allow_corrupt` leaves damaged shards and
+    samples out."""
+    if str(path).startswith(hub.PREFIX):
+        return {
+            split: Labelled(part.source, part.rows, part.labels, part.classes)
+            for split, part in hub.read(str(path)).items()
+        }
+    if shards.named(str(path)):
+        return _shards({"all": shards.expand(str(path))}, str(path), allow_corrupt)
     path = Path(path)
     if not path.exists():
         if str(path) == "digits":
@@ -89,8 +113,12 @@ def splits(path: str | Path) -> dict[str, Labelled]:
         raise DataError(f"Data not found: {path}.")
     if path.is_file():
         if path.suffix != ".npz":
-            raise DataError(f"Expected an image folder or an .npz file, got {path}.")
-        return _arrays(path)
+            raise DataError(f"Expected an image folder, an .npz file or .tar shards, got {path}.")
+        return arrays_of(_npz(path), path)
+    if (path / mosaics.LABELS).is_file():
+        return arrays_of(mosaics.read(path), path)
+    if tars := shards.in_folder(path):
+        return _shards(tars, str(path), allow_corrupt)
     found: dict[str, Labelled] = {}
     for split, names in SPLITS.items():
         for name in names:
@@ -107,9 +135,27 @@ def splits(path: str | Path) -> dict[str, Labelled]:
     return found
 
 
-def for_training(path: str | Path, val_split: float, seed: int) -> tuple[Labelled, Labelled]:
+def _shards(parts: dict[str, list[Path]], source: str, allow_corrupt: bool) -> dict[str, Labelled]:
+    found = {split: shards.read(files, SUFFIXES, allow_corrupt) for split, files in parts.items()}
+    classes = shards.classes_of(found, next(iter(parts.values()))[0].parent)
+    number = {name: i for i, name in enumerate(classes)}
+    return {
+        split: Labelled(
+            source if split == "all" else f"{source}:{split}",
+            part.items,
+            [label if isinstance(label, int) else number[label] for label in part.labels],
+            classes,
+            tuple(part.skipped),
+        )
+        for split, part in found.items()
+    }
+
+
+def for_training(
+    path: str | Path, val_split: float, seed: int, allow_corrupt: bool = False
+) -> tuple[Labelled, Labelled]:
     """Training and validation images. The test split is never touched; without val, a share of train is held out."""
-    found = splits(path)
+    found = splits(path, allow_corrupt)
     train = found.get("train") or found.get("all")
     if train is None:
         raise DataError(f"{path} has no training images (found: {', '.join(found)}).")
@@ -148,12 +194,8 @@ def _folder(path: Path) -> Labelled:
     return Labelled(str(path), items, labels, tuple(classes))
 
 
-def _arrays(path: Path) -> dict[str, Labelled]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # a damaged archive can raise anything
-        raise DataError(f"Not a readable .npz of plain arrays: {path} ({first_line(error)}).") from None
+def arrays_of(arrays: dict[str, Any], path: Path) -> dict[str, Labelled]:
+    """The splits that these arrays hold: train_x, train_y and so on."""
     found: dict[str, tuple[Any, Any]] = {}
     for split, prefix in (("train", "train_"), ("val", "val_"), ("test", "test_"), ("all", "")):
         if f"{prefix}x" in arrays:
@@ -180,9 +222,9 @@ def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
     bad = []
     if len(labelled) <= most:
         for index, item in enumerate(labelled.items):
-            if isinstance(item, Path):
+            if not isinstance(item, np.ndarray):
                 try:
-                    with Image.open(item) as file:
+                    with _opened(item) as file:
                         file.verify()
                 except _UNREADABLE:
                     bad.append(index)
@@ -242,8 +284,11 @@ def collate(samples: list[Sample]) -> Loaded:
     )
 
 
-def batches(data: Images, order: Sequence[Sequence[int]], workers: int = 0) -> Iterator[Loaded]:
+def batches(data: Images | OnDevice, order: Sequence[Sequence[int]], workers: int = 0) -> Iterator[Loaded]:
     """Batches of the given indices, in that order."""
+    if not isinstance(data, Images):
+        yield from data.batches(order)
+        return
     loader: DataLoader[Any] = DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
     yield from loader
 

@@ -15,6 +15,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 from .config import TrainConfig
 
+PAD = 8  # the share of the side by which `--augment pad` pads: 4 pixels of CIFAR's 32
+
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -42,12 +44,16 @@ class Preprocessing:
     def to_config(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
+    @property
+    def shorter(self) -> int:
+        """The shorter side before the centre is taken."""
+        return math.floor(min(self.size) / self.crop_pct)
+
     def evaluation(self) -> Callable[[Image.Image], Tensor]:
         """Resize the shorter side to size / crop_pct and take the centre; a picture of just the right size is
         taken as already cropped and is left alone."""
         mode = InterpolationMode(self.interpolation)
-        shorter = math.floor(min(self.size) / self.crop_pct)
-        fit = v2.Compose([v2.Resize(shorter, interpolation=mode), v2.CenterCrop(self.size)])
+        fit = v2.Compose([v2.Resize(self.shorter, interpolation=mode), v2.CenterCrop(self.size)])
         finish = self._finish()
 
         def transform(image: Image.Image) -> Tensor:
@@ -60,18 +66,34 @@ class Preprocessing:
         mode = InterpolationMode(self.interpolation)
         steps: list[Any] = []
         if config.augment in ("crop", "rand"):
-            steps.append(v2.RandomResizedCrop(self.size, scale=(0.35, 1.0), interpolation=mode))
+            steps.append(v2.RandomResizedCrop(self.size, scale=(config.crop_scale, 1.0), interpolation=mode))
         else:
+            if config.augment == "pad":
+                steps.append(_shifted)
             steps.append(v2.Resize(self.size, interpolation=mode))
         if config.augment != "none":
             steps.append(v2.RandomHorizontalFlip())
+        if config.color_jitter:
+            steps.append(v2.ColorJitter(*[config.color_jitter] * 3))
         if config.augment == "rand" and config.rand_magnitude:
-            fill = [round(255 * m) for m in self.mean]
-            steps.append(v2.RandAugment(magnitude=config.rand_magnitude, fill=fill))
+            steps.append(v2.RandAugment(magnitude=config.rand_magnitude, fill=list(self.fill)))
         steps.append(self._finish())
         if config.random_erasing:
             steps.append(v2.RandomErasing(p=config.random_erasing))
         return v2.Compose(steps)
 
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """What comes in from outside the picture when it is turned or moved."""
+        return tuple(round(255 * m) for m in self.mean)
+
     def _finish(self) -> Any:
         return v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)])
+
+
+def _shifted(image: Image.Image) -> Image.Image:
+    """A window of the image's size, anywhere in the image padded with black by an eighth of its side."""
+    across, down = image.width // PAD, image.height // PAD
+    left = int(torch.randint(2 * across + 1, ())) - across
+    top = int(torch.randint(2 * down + 1, ())) - down
+    return image.crop((left, top, left + image.width, top + image.height))

@@ -182,7 +182,7 @@ class Meter:
         self.progress.advance(self.task)
         if step % self.run.config.log_steps and not (step < 3):
             return
-        hits = output.logits.detach().argmax(1).cpu() == batch.labels
+        hits = output.logits.detach().argmax(1).cpu() == batch.labels.cpu()
         figures = {
             "loss": float(losses.total.detach()),
             **{name: float(value) for name, value in losses.terms.items()},

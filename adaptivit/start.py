@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from . import data
+from .arrays import evaluation_images
 from .checkpoint import read_config
-from .data import Images, Labelled
+from .data import Labelled
 from .model import AdaptiveViT
 
 
@@ -21,6 +22,6 @@ def calibrate(
     trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name
     if "beta" in values or trained:
         return None
-    images = Images(some.spread(64), model.preprocessing.evaluation())
+    images = evaluation_images(some.spread(64), model.preprocessing, device)
     batch = next(data.batches(images, data.in_order(len(images), 64)))
     return model.policy.calibrate(model, batch.images.to(device)) if len(batch.labels) else None

@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 
 from . import data, settings, sweep_report
+from .arrays import evaluation_images
 from .config import TrainConfig
-from .data import Images
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
 from .factory import create
@@ -143,7 +143,7 @@ def _untrained(config: TrialConfig) -> Result:
     val = val.for_model(model.vit.num_classes, model.class_names)
     if config.calibrate:
         calibrate(model, settings.parse(config.policy)[1], config.weights, val, device)
-    images = Images(val, model.preprocessing.evaluation())
+    images = evaluation_images(val, model.preprocessing, device)
     order = data.in_order(len(images), config.batch_size)
     return evaluate(model, data.batches(images, order, config.workers), device=device)
 

@@ -19,8 +19,9 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 
 from . import data, settings
+from .arrays import Source, evaluation_images, training_images
 from .config import TrainConfig
-from .data import Images, Labelled, Loaded, mix
+from .data import Labelled, Loaded, mix
 from .errors import DataError, NotFiniteError, UserError
 from .evaluate import Result, evaluate
 from .factory import create
@@ -146,7 +147,7 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
-    train_set, val_set = data.for_training(config.data, config.val_split, config.seed)
+    train_set, val_set = data.for_training(config.data, config.val_split, config.seed, config.allow_corrupt)
     train_set = _readable(train_set, config.allow_corrupt)
     if len(train_set) < config.batch_size:
         raise DataError(
@@ -174,12 +175,15 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         model.vit.reset_classifier(classes)  # as many classes as the weights have, but other ones
     model.class_names = list(train_set.classes)
     trainer = _trainer(config, model, accelerator, classes)
-    images = Images(train_set, model.preprocessing.training(config), config.seed)
-    val = Images(val_set, model.preprocessing.evaluation())
+    images = training_images(train_set, model.preprocessing, config, accelerator.device)
+    val = evaluation_images(val_set, model.preprocessing, accelerator.device)
     if not trainer.objective.terms:
         raise UserError("No loss has a weight > 0: give --task, --exits, --expected or another.")
     _probe(trainer, val)
     run.open()
+    notes = list(dict.fromkeys((*train_set.notes, *val_set.notes)))
+    if notes:
+        run.say(f"left out: {notes[0]}" + f", and {len(notes) - 1} more" * (len(notes) > 1))
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.calibrate:
         run.say(calibrate(model, policy_settings, config.weights, val_set, accelerator.device))
@@ -189,7 +193,7 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
 
 
 @torch.no_grad()
-def _probe(trainer: Trainer, val: Images) -> None:
+def _probe(trainer: Trainer, val: Source) -> None:
     """One look at the loss before anything is written: a term that the policy cannot serve is said now."""
     batch = next(data.batches(val, [[0, len(val) - 1]]))
     if len(batch.labels):
@@ -238,7 +242,7 @@ def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
     return teacher.requires_grad_(False).eval()
 
 
-def _loop(trainer: Trainer, run: RunDirectory, images: Images, val: Images, start: int, show: bool) -> Result:
+def _loop(trainer: Trainer, run: RunDirectory, images: Source, val: Source, start: int, show: bool) -> Result:
     config, accelerator = trainer.config, trainer.accelerator
     per_epoch = len(images) // config.batch_size
     result: Result | None = None
@@ -264,7 +268,7 @@ def _loop(trainer: Trainer, run: RunDirectory, images: Images, val: Images, star
     return result
 
 
-def _epoch(trainer: Trainer, images: Images, epoch: int, per_epoch: int, skip: int) -> Iterator[tuple[int, Loaded]]:
+def _epoch(trainer: Trainer, images: Source, epoch: int, per_epoch: int, skip: int) -> Iterator[tuple[int, Loaded]]:
     """(step, this process's share of the batch) of an epoch, from its batch number `skip` on."""
     config, accelerator = trainer.config, trainer.accelerator
     generator = torch.Generator().manual_seed(mix(config.seed, epoch))
@@ -278,7 +282,7 @@ def _epoch(trainer: Trainer, images: Images, epoch: int, per_epoch: int, skip: i
             yield epoch * per_epoch + number, batch
 
 
-def validate(trainer: Trainer, val: Images) -> Result:
+def validate(trainer: Trainer, val: Source) -> Result:
     """The model that would be saved (the average where there is one) on the validation images."""
     order = data.in_order(len(val), trainer.config.batch_size)
     if trainer.average is None:
