@@ -140,7 +140,7 @@ class RunDirectory:
             return 0
         checkpoint.load_tensors(trainer.model, place)
         try:
-            state = torch.load(place / "training.pt", map_location=trainer.accelerator.device, weights_only=True)
+            state = torch.load(place / "training.pt", map_location="cpu", weights_only=True)
             if trainer.copy is None:
                 trainer.optimizer.load_state_dict(state["optimizer"])
             else:

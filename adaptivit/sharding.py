@@ -6,6 +6,7 @@ calls the parts of a block, never the block. All else (norms, embeddings, head, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ def shard(model: AdaptiveViT, device: str, processes: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # a Linear returns a view of its rows; the warning is of work in place on it, of which there is none in training
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device, (processes,))
     for module in model.vit.blocks.modules():
         if isinstance(module, nn.Linear):
@@ -38,9 +41,9 @@ def whole(value: Tensor) -> Tensor:
 
 
 def like(own: Tensor, value: Tensor) -> Tensor:
-    """`value`, whole and the same in every process, sharded as `own` is."""
+    """`value`, whole and the same in every process, on the device of `own` and sharded as that is."""
     if not hasattr(own, "full_tensor"):
-        return value
+        return value.to(own.device)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(own, DTensor)

@@ -168,8 +168,8 @@ class Trainer:
             images, labels, weight = batch.images[start:stop].to(device), batch.labels[start:stop], 1.0
             if start == stop:  # nothing could be read, but the other processes wait: a stand-in that counts for nothing
                 vit: Any = self.model.vit
-                images = torch.zeros(1, vit.in_chans, *self.model.preprocessing.size, device=device)
-                labels, weight = batch.labels.new_zeros(1), 0.0
+                images = torch.zeros(2, vit.in_chans, *self.model.preprocessing.size, device=device)
+                labels, weight = batch.labels.new_zeros(2), 0.0
             targets = labels.to(device)
             if self.mixup is not None and weight:
                 np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from there
@@ -179,7 +179,7 @@ class Trainer:
                 part = (size * count * processes, self.accelerator.process_index * count + k, processes * count)
                 there = _rows(*part, self.mixup is not None, device)
                 if missing:
-                    there = there[[p - k * size for p in places[start:stop]] or [0]]
+                    there = there[[p - k * size for p in places[start:stop]] or [0, 0]]
                 share, whole = Share(there, part[0]), Whole(processes, weight=weight)
             parts.append(Part(images, self.taught(images, targets), labels, share, whole))
         return parts
