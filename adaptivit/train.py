@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     trainer.copy = whole
     if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
         trainer.judge = torch.compile(judged, dynamic=False)
+        if accelerator.num_processes > 1:  # DDP splits the graph, and torch warns of what its own compiler looks at
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer
 
 

@@ -139,11 +139,12 @@ def test_two_processes_train_every_policy(tmp_path: Path, policy: str) -> None:
 
 # -- the same curve -------------------------------------------------------------------------------------------------
 TEACH = ("--distill", 0.5, "--distill-temperature", 2)
+DEEP = ("--prior", 0.1, "--prior-depth", 3)
+AHT = ("--policy", "aht:straight_through=true", "--target-depth", 0.1)
+AVIT = ("--policy", "avit:gate_center=2,gate_scale=1", "--ponder-form", "expected", "--prior-form", "reference")
 CURVES: dict[str, tuple[Any, ...]] = {  # every objective, and everything that is random
-    "aht": ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ponder", 0.01, "--budget", 1, *TEACH)
-    + ("--prior", 0.1, "--prior-depth", 3, "--ema", 0.9, "--drop-path", 0.3),
-    "avit": ("--policy", "avit:gate_center=2,gate_scale=1", "--prior", 0.1, "--prior-form", "reference")
-    + ("--prior-depth", 2, "--ponder", 0.01, "--ponder-form", "expected"),
+    "aht": (*AHT, *TEACH, *DEEP, "--ponder", 0.01, "--budget", 1, "--ema", 0.9, "--drop-path", 0.3),
+    "avit": (*AVIT, *DEEP, "--ponder", 0.01),
     "dynamicvit": ("--policy", "dynamicvit", "--ratio", 2, "--features", 0.5, "--mixup", 0.8, "--cutmix", 1, *TEACH),
     "pondernet": ("--policy", "pondernet", "--task", 0, "--expected", 1, "--geometric", 0.1),
     "confidence": ("--policy", "confidence", "--exits", 1),
@@ -195,7 +196,7 @@ def test_two_processes_that_accumulate_have_the_curve_of_one(tmp_path: Path, whe
 
 
 def test_two_processes_under_compile(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (*PLAIN, "--policy", "aht:straight_through=true", "--target-depth", 0.1, "--budget", 1, "--lr", 1e-4)
+    words = (*PLAIN, "--policy", "static", "--drop-path", 0.3, "--lr", 1e-4)
     assert train(where, tmp_path / "one", *words) == 0
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     pair(where, tmp_path / "two", *words, "--compile")
@@ -277,7 +278,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(
 ) -> None:
     words = ("train", "--data", where, "--out", tmp_path / "no", "--device", "cpu", *SMALL, *more)
     assert said in refused(capsys, *words)
-    assert "times 3 parts" in refused(capsys, *words[:-len(more)], "--accumulate", 3)
+    assert "times 3 parts" in refused(capsys, *words[: -len(more)], "--accumulate", 3)
     assert not (tmp_path / "no").exists()
 
 

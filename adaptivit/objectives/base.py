@@ -113,11 +113,14 @@ class Objective:
 
     def losses(self, sums: Sums) -> Losses:
         """The losses of all the images that went into the sums."""
-        total, values = next(iter(sums.values()), torch.zeros(1)).new_zeros(()), {}
-        for name, (weight, term) in self.terms.items():
-            value = term.loss(sums[name]) if isinstance(term, Summed) else mean(sums[name])
-            total, values[name] = total + weight * value, value.detach()
-        return Losses(total, values, {name: value.detach() for name, value in sums.items()})
+        values = {
+            name: term.loss(sums[name]) if isinstance(term, Summed) else mean(sums[name])
+            for name, (_, term) in self.terms.items()
+        }
+        weighted = [self.terms[name][0] * value for name, value in values.items()]
+        total = sum(weighted[1:], start=weighted[0]) if weighted else torch.zeros(())
+        known = {name: value.detach() for name, value in values.items()}
+        return Losses(total, known, {name: value.detach() for name, value in sums.items()})
 
     def __call__(self, output: Output, batch: Batch, whole: Callable[[Sums], Sums] | None = None) -> Losses:
         """`whole` makes of the sums of these images those of the batch that they are a part of."""
