@@ -15,6 +15,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from .draws import draw
 from .errors import UnsupportedBackbone
 from .layouts import Layout
 
@@ -204,7 +205,7 @@ def _drop_path(module: nn.Module, delta: Tensor, layout: Layout) -> Tensor:
     if not isinstance(module, DropPath) or not module.training or module.drop_prob == 0.0:
         return delta
     keep = 1.0 - module.drop_prob
-    kept = torch.empty(layout.batch, device=delta.device, dtype=delta.dtype).bernoulli_(keep)
+    kept = draw(layout.batch, lambda n: torch.empty(n, device=delta.device, dtype=delta.dtype).bernoulli_(keep))
     if module.scale_by_keep:
         kept = kept / keep
     return delta * layout.expand(kept)[..., None]

@@ -40,8 +40,8 @@ from .benchmark_contenders import (
     traces_for,
 )
 from .commands import device_of
-from .compare import _commit
 from .cost import CostModel
+from .environment import commit
 from .errors import UserError, first_line
 from .factory import create
 from .files import write_bytes, write_text
@@ -311,7 +311,7 @@ def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
         "triton": triton,
         "timm": timm.__version__,
         "adaptivit": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "repeats": config.repeats,
         "seed": config.seed,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ from . import __version__
 from .errors import UserError, WeightsError, first_line
 from .files import new_directory, write_bytes, write_json
 from .model import AdaptiveViT
+from .sharding import like, whole
 
 FORMAT = 1
 HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 
 
 def tensors(model: AdaptiveViT) -> dict[str, Tensor]:
-    """The model's state: timm's own keys for the backbone, `policy.` before the policy's."""
-    return {k.removeprefix("vit."): v.detach().contiguous() for k, v in model.state_dict().items()}
+    """The model's state: timm's own keys for the backbone, `policy.` before the policy's. Of a sharded model every
+    process has to ask."""
+    return {k.removeprefix("vit."): whole(v.detach()).contiguous() for k, v in model.state_dict().items()}
 
 
 def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any]) -> None:
@@ -142,4 +145,10 @@ def load_tensors(model: AdaptiveViT, directory: str | Path) -> None:
     own = model.state_dict()
     named = {(k if k.startswith("policy.") else f"vit.{k}"): v for k, v in state.items()}
     check_fit({k.removeprefix("vit."): v for k, v in own.items()}, state, str(path))
-    model.load_state_dict({k: v.to(own[k].dtype) for k, v in named.items()})
+    fill(model, named)
+
+
+def fill(model: AdaptiveViT, state: Mapping[str, Tensor]) -> None:
+    """Give a model, sharded or not, the weights of a whole state dict."""
+    own = model.state_dict()
+    model.load_state_dict({k: like(own[k], v.to(own[k].dtype)) for k, v in state.items()})

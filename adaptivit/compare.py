@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import subprocess
 import time
 import traceback
 from dataclasses import replace
@@ -28,6 +27,7 @@ from .commands import device_of
 from .compare_plan import Entry, model_of, plan, report_images
 from .compare_results import STATIC, TIMING, TRAINED_ON, Results, Row
 from .compare_table import failures, markdown, points, screen
+from .environment import commit
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
 from .files import write_bytes, write_text
@@ -108,7 +108,7 @@ def _head(config: CompareConfig, entry: Entry) -> dict[str, Any]:
         "settings": full_spec(entry.training),
         "seed": entry.seed,
         "epochs": entry.epochs,
-        "commit": _commit(),
+        "commit": commit(),
         "device": _device_name(config),
         "date": datetime.date.today().isoformat(),
         "adaptivit": __version__,
@@ -145,21 +145,6 @@ def _device_name(config: CompareConfig) -> str:
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
     return f"CPU ({threads} thread{'s' if threads > 1 else ''})"
-
-
-def _commit() -> str:
-    """The commit of this code where it runs from a clone, with `-dirty` where files were changed; ADAPTIVIT_COMMIT
-    says it for a copy without its history."""
-    if said := os.environ.get("ADAPTIVIT_COMMIT"):
-        return said
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _time_all(config: CompareConfig, results: Results, console: Console) -> None:

@@ -93,6 +93,12 @@ class TrainConfig:
     """bf16 autocast on a GPU and fp32 on a CPU by default."""
     compile: bool = False
     """torch.compile the forward pass of training; the first step waits for the compiler."""
+    accumulate: int = 1
+    """Take every batch in so many parts, one after the other, to fit it into memory; the step is that of the batch."""
+    checkpoint_activations: bool = False
+    """Compute blocks again in the backward pass instead of keeping what they computed: less memory, more time."""
+    fsdp: bool = False
+    """Shard weights, gradients and AdamW's state over the processes (FSDP2), for models that do not fit on one GPU."""
 
     label_smoothing: float = 0.0
     """Label smoothing of the cross-entropy."""
@@ -179,7 +185,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _size(self.img_size)
-        for name in ("epochs", "batch_size", "log_steps"):
+        for name in ("epochs", "batch_size", "log_steps", "accumulate"):
             _at_least(name, getattr(self, name), 1)
         for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
             _positive(name, getattr(self, name))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .data import Loaded
@@ -54,8 +55,10 @@ def evaluate(
     layout: str = "auto",
     device: torch.device | str = "cpu",
     progress: Callable[[int, float], None] | None = None,
+    shared: bool = False,
 ) -> Result:
-    """Run a model over batches. `progress` is called with the images done and the accuracy so far."""
+    """Run a model over batches. `progress` is called with the images done and the accuracy so far. With `shared` every
+    process (torchrun) has batches of its own, and all of them get the result over all images."""
     was_training = model.training
     model.eval()
     sums = _Sums()
@@ -91,7 +94,7 @@ def evaluate(
         if progress:
             progress(len(sums.correct), sum(sums.correct) / len(sums.correct))
     model.train(was_training)
-    return sums.result()
+    return (_everywhere(sums) if shared else sums).result()
 
 
 @dataclass
@@ -134,6 +137,22 @@ class _Sums:
             indices=self.indices,
             **mean,
         )
+
+
+def _everywhere(own: _Sums) -> _Sums:
+    """The sums of all processes; images in the order of their indices, as one process would have them."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    both = _Sums(seconds=max(s.seconds for s in every), static=max(s.static for s in every))
+    both.layout = next((s.layout for s in every if s.layout), "")
+    for sums in every:
+        both.unreadable += sums.unreadable
+        both.top5 += sums.top5
+        for name, value in sums.totals.items():
+            both.add(name, value)
+    pairs = sorted((i, hit) for sums in every for i, hit in zip(sums.indices, sums.correct, strict=True))
+    both.indices, both.correct = [i for i, _ in pairs], [hit for _, hit in pairs]
+    return both
 
 
 def paired_difference(first: Result, second: Result) -> tuple[float, float, int]:

@@ -12,7 +12,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone, fused, layouts, lean, policies
+from . import backbone, fused, layouts, lean, policies, recompute
 from .backbone import Shape, inspect
 from .capture import Captured
 from .cost import CostModel
@@ -35,6 +35,7 @@ class AdaptiveViT(nn.Module):
         self.backbone_name = name  # the timm name, where there is one
         self.policy = policies.build(policy, self.shape, settings)
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
+        self.recompute = False  # in training: blocks are computed again in the backward pass instead of kept
         self.class_names: list[str] | None = None
         self.preprocessing = Preprocessing.of(vit)
 
@@ -54,6 +55,8 @@ class AdaptiveViT(nn.Module):
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
         blocks: Any = fused if choice.fused else backbone
+        if self.recompute and self.training and torch.is_grad_enabled():
+            blocks = recompute
         if blocks is backbone and choice.type.compact and not self.training:
             blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else backbone
         return forward(self.vit, self.shape, self.policy, make, images, ask, blocks)

@@ -15,9 +15,12 @@ from .model import AdaptiveViT
 
 
 def adamw(model: AdaptiveViT, config: TrainConfig) -> torch.optim.AdamW:
-    """Weight decay on matrices alone: not on biases, norms, embeddings and the two scalars of a gate."""
+    """Weight decay on matrices alone: not on biases, norms, embeddings and the two scalars of a gate.
+
+    Scalars have a group of their own, since FSDP shards all else and AdamW takes no mixture.
+    """
     still = model.vit.no_weight_decay()
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             backbone = name.startswith("vit.")
@@ -28,7 +31,7 @@ def adamw(model: AdaptiveViT, config: TrainConfig) -> torch.optim.AdamW:
                 "share": config.backbone_lr if backbone else 1.0,  # of the learning rate
                 "backbone": backbone,
             }
-            groups.setdefault((backbone, decays), group)["params"].append(parameter)
+            groups.setdefault((backbone, decays, parameter.ndim == 0), group)["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), lr=config.lr, fused=True)
 
 

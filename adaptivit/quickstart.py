@@ -29,7 +29,8 @@ from .optimise import adamw
 from .pictures import halting_maps, layer_curve
 from .preprocess import Preprocessing
 from .report import Picture, write_report
-from .train import Trainer, objective
+from .train import objective
+from .trainer import Trainer
 
 STATIC = TrainConfig(
     data="digits", policy="static", epochs=12, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.2, device="cpu"

@@ -1,7 +1,9 @@
 """A run directory: configuration, log, checkpoints, the final model; and the progress bar that shows the figures.
 
-OUT/config.json      what was asked for, with versions
+OUT/config.json      what was asked for
+OUT/environment.json one entry a start: command, commit, versions, devices
 OUT/log.jsonl        one line every log_steps steps and one an epoch
+OUT/train.csv        its lines of training as a table, validation.csv those of validation, curves.png both as a picture
 OUT/checkpoint/      model, optimiser, average and step of the last good moment, replaced as a whole
 OUT/model/           the final model (adaptivit.load)
 """
@@ -9,7 +11,7 @@ OUT/model/           the final model (adaptivit.load)
 from __future__ import annotations
 
 import json
-import platform
+import time
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
@@ -21,26 +23,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 
-from . import __version__, checkpoint
+from . import checkpoint, curves, environment, sharding
 from .config import TrainConfig
-from .data import Loaded
 from .errors import NotFiniteError, UserError, WeightsError
 from .evaluate import Result
 from .files import new_directory, recover, write_bytes, write_json
 from .objectives import Losses
-from .output import Output
 
 if TYPE_CHECKING:
-    from .train import Trainer
+    from .trainer import Seen, Trainer
 
 # May differ between an interrupted run and its continuation.
 _FREE = {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "compile"}
+_FREE |= {"accumulate", "checkpoint_activations", "fsdp"}
+_REDRAW = 60.0  # seconds between two pictures while training goes on
 
 
 class RunDirectory:
     def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
         """Refuse what cannot be, before anything is read or written."""
         self.config, self.path, self.main = config, Path(config.out), accelerator.is_main_process
+        self.accelerator, self.drawn = accelerator, time.monotonic()
         self.console = Console(stderr=True)
         self.writer: Any = None
         exists = (self.path / "config.json").exists()
@@ -71,10 +74,19 @@ class RunDirectory:
         """From here on the run exists."""
         if self.main:
             if not self.config.resume:
-                versions = {"adaptivit": __version__, "torch": torch.__version__, "python": platform.python_version()}
-                write_json(self.path / "config.json", {"config": asdict(self.config), "versions": versions})
+                write_json(self.path / "config.json", {"config": asdict(self.config)})
+            here = environment.describe(self.accelerator.device, self.accelerator.num_processes)
+            write_json(self.path / "environment.json", [*self._starts(), here])
             if self.config.tensorboard:
                 self.writer = self._writer_type(str(self.path / "tensorboard"))
+
+    def _starts(self) -> list[Any]:
+        """What earlier starts of this run wrote; a damaged file is begun anew."""
+        try:
+            found = json.loads((self.path / "environment.json").read_text())
+        except (OSError, ValueError):
+            return []
+        return found if isinstance(found, list) else []
 
     def say(self, line: str | None) -> None:
         if line and self.main:
@@ -95,19 +107,24 @@ class RunDirectory:
 
     def checkpoint(self, trainer: Trainer, step: int) -> None:
         """Everything that a continuation needs, replaced in one move."""
-        if not all(bool(p.isfinite().all()) for p in trainer.model.parameters()):
+        weights = checkpoint.tensors(trainer.model)
+        if not all(bool(v.isfinite().all()) for v in weights.values()):
             raise NotFiniteError(
                 f"The weights are not finite after step {step}. Lower the learning rate; "
                 "the last good checkpoint was kept."
             )
+        average = None if trainer.average is None else trainer.average.values
+        if trainer.copy is None:
+            optimizer = trainer.optimizer.state_dict()
+        else:
+            optimizer = sharding.optimizer_state(trainer.optimizer)
+            average = None if average is None else {k: sharding.whole(v).cpu() for k, v in average.items()}
         if not self.main:
             return
         state = BytesIO()
-        average = None if trainer.average is None else trainer.average.values
-        torch.save({"step": step, "optimizer": trainer.optimizer.state_dict(), "average": average}, state)
+        torch.save({"step": step, "optimizer": optimizer, "average": average}, state)
         with new_directory(self.path / "checkpoint") as place:
-            weights = {k: v.cpu().clone() for k, v in checkpoint.tensors(trainer.model).items()}
-            write_bytes(place / "model.safetensors", save(weights))
+            write_bytes(place / "model.safetensors", save({k: v.cpu().clone() for k, v in weights.items()}))
             write_bytes(place / "training.pt", state.getvalue())
 
     def restore(self, trainer: Trainer) -> int:
@@ -123,12 +140,16 @@ class RunDirectory:
             return 0
         checkpoint.load_tensors(trainer.model, place)
         try:
-            state = torch.load(place / "training.pt", map_location=trainer.accelerator.device, weights_only=True)
-            trainer.optimizer.load_state_dict(state["optimizer"])
+            state = torch.load(place / "training.pt", map_location="cpu", weights_only=True)
+            if trainer.copy is None:
+                trainer.optimizer.load_state_dict(state["optimizer"])
+            else:
+                sharding.load_optimizer(trainer.optimizer, state["optimizer"])
             step, average = int(state["step"]), state["average"]
             if trainer.average is not None:
-                checkpoint.check_fit(trainer.average.values, average, str(place / "training.pt"))
-                trainer.average.values = average
+                own = trainer.average.values
+                checkpoint.check_fit(own, average, str(place / "training.pt"))
+                trainer.average.values = {k: sharding.like(own[k], v) for k, v in average.items()}
         except Exception as error:
             raise WeightsError(f"Damaged checkpoint: {place / 'training.pt'} ({type(error).__name__}).") from None
         self.say(f"resumed after step {step}")
@@ -142,16 +163,23 @@ class RunDirectory:
             lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
             write_bytes(path, "".join(f"{x}\n" for x in lines if json.loads(x)["step"] <= step).encode())
 
+    def show(self, last: bool = False) -> None:
+        """The log as tables, and now and then as a picture."""
+        if not self.main:
+            return
+        records = curves.read(self.path / "log.jsonl")
+        curves.write_tables(records, self.path)
+        if last or time.monotonic() - self.drawn > _REDRAW:
+            write_bytes(self.path / "curves.png", curves.draw(records, self.path.name))
+            self.drawn = time.monotonic()
+
     def finish(self, trainer: Trainer, result: Result) -> None:
-        if self.main:
-            results = {"validation": result.summary()}
-            if trainer.average is None:
-                trainer.model.save_pretrained(self.path / "model", results=results)
-            else:
-                with trainer.average.used(trainer.model):
-                    trainer.model.save_pretrained(self.path / "model", results=results)
-            if self.writer is not None:
-                self.writer.close()
+        self.show(last=True)
+        with trainer.whole() as model:
+            if self.main:
+                model.save_pretrained(self.path / "model", results={"validation": result.summary()})
+        if self.writer is not None:
+            self.writer.close()
 
 
 class Meter:
@@ -177,25 +205,22 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def step(self, step: int, losses: Losses, output: Output, batch: Loaded, speed: float, trainer: Trainer) -> None:
+    def wants(self, step: int) -> bool:
+        """Whether this step is logged."""
+        return step < 3 or step % self.run.config.log_steps == 0
+
+    def step(self, step: int, losses: Losses, seen: Seen | None, speed: float, trainer: Trainer) -> None:
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
         self.progress.advance(self.task)
-        if step % self.run.config.log_steps and not (step < 3):
+        if seen is None:
             return
-        hits = output.logits.detach().argmax(1).cpu() == batch.labels.cpu()
         figures = {
             "loss": float(losses.total.detach()),
             **{name: float(value) for name, value in losses.terms.items()},
-            "accuracy": 100 * float(hits.double().mean()),
-            "mean_depth": float(output.trace.mean_depth.mean()),
-            "gmacs": float(output.macs_deployed.mean()) / 1e9,
+            **seen.figures(),
             "images_per_second": self.speed,
             "lr": trainer.optimizer.param_groups[0]["lr"],
         }
-        facts = output.trace.facts
-        if "plan" in facts:  # whether execution keeps to the plan
-            gap = (facts["halt"] - facts["plan"].detach())[facts["planned"]]
-            figures["plan_gap"] = float(gap.mean()) if len(gap) else 0.0
         self.run.log({"kind": "train", "step": step + 1, **figures})
         terms = " ".join(f"{name} {float(value):.3f}" for name, value in losses.terms.items())
         text = (
@@ -206,6 +231,7 @@ class Meter:
 
     def epoch(self, epoch: int, step: int, result: Result) -> None:
         self.run.log({"kind": "validation", "step": step, "epoch": epoch + 1, **result.summary()})
+        self.run.show()
         self.run.say(
             f"epoch {epoch + 1}: top-1 {result.top1:.2f} %, depth {result.mean_depth:.2f}, {result.gmacs:.4f} GMACs"
             f" ({-100 * result.saved:+.1f} %)"

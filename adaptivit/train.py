@@ -1,33 +1,35 @@
-"""Training: one step function, one loop, accelerate underneath (one process, or many under torchrun).
+"""Training: from a configuration to a trained model, in one process or many (torchrun, accelerate underneath).
 
 Everything random follows from (seed, step) and (seed, epoch, image), so a resumed run needs no generator state and
-the data order continues where it was. Each process takes its share of every global batch.
+the data order continues where it was. Each process takes its share of every global batch (trainer.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
-from torch import Tensor
 
-from . import data, settings
+from . import data, settings, sharding
 from .arrays import Source, evaluation_images, training_images
+from .checkpoint import fill
 from .config import TrainConfig
 from .data import Labelled, Loaded, mix
-from .errors import DataError, NotFiniteError, UserError
+from .errors import DataError, UserError, first_line
 from .evaluate import Result, evaluate
 from .factory import create
 from .model import AdaptiveViT
 from .objectives import (
-    Batch,
     Budget,
     CrossEntropy,
     Distillation,
@@ -37,15 +39,15 @@ from .objectives import (
     Features,
     Geometric,
     KeepRatio,
-    Losses,
     Objective,
     Ponder,
     TargetDepth,
 )
-from .optimise import Average, adamw, learning_rate
-from .output import Output
+from .optimise import Average, adamw
 from .run_directory import Meter, RunDirectory
+from .shares import rows
 from .start import calibrate
+from .trainer import Seen, Trainer, judged, taught
 
 
 def objective(config: TrainConfig) -> Objective:
@@ -69,81 +71,16 @@ def objective(config: TrainConfig) -> Objective:
     )
 
 
-def judged(
-    model: Any, teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor
-) -> tuple[Losses, Output]:
-    """Forward pass, of the teacher too where there is one, and losses, these in full precision."""
-    known = taught(teacher, objective, images, targets)
-    output = model(images, ask=objective.needs)
-    with torch.autocast(images.device.type, enabled=False):
-        return objective(output, known), output
-
-
-@torch.no_grad()
-def taught(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor) -> Batch:
-    """What a loss may know beside the output: the targets, and what the static model says."""
-    if teacher is None:
-        return Batch(targets)
-    said = teacher(images, ask=objective.needs & {"patches"})
-    return Batch(targets, said.logits, said.patches)
-
-
-@dataclass
-class Trainer:
-    """What a step needs. `fit` below builds it from a configuration; the quickstart builds its own."""
-
-    model: AdaptiveViT
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    config: TrainConfig
-    accelerator: Accelerator
-    wrapped: Any  # the model as accelerate runs it
-    teacher: AdaptiveViT | None = None
-    mixup: Mixup | None = None
-    average: Average | None = None
-    judge: Callable[..., tuple[Losses, Output]] = judged  # compiled where asked for
-
-    def step(self, batch: Loaded, step: int, steps_per_epoch: int) -> tuple[Losses, Output]:
-        """One optimiser step on this process's share of a global batch."""
-        config, accelerator = self.config, self.accelerator
-        torch.manual_seed(mix(config.seed, 1 << 20, step, accelerator.process_index))
-        images, targets = batch.images.to(accelerator.device), batch.labels.to(accelerator.device)
-        if self.mixup is not None:
-            np.random.seed(mix(config.seed, 1 << 21, step, accelerator.process_index) % 2**32)  # timm draws from there
-            images, targets = self.mixup(images, targets)
-        self.wrapped.train()
-        self.model.policy.schedule(step / steps_per_epoch)
-        with accelerator.autocast():
-            losses, output = self.judge(self.wrapped, self.teacher, self.objective, images, targets)
-        if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
-            losses.check_finite(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["share"] * learning_rate(config, step, steps_per_epoch)
-            if group["backbone"] and step < config.freeze_epochs * steps_per_epoch:
-                group["lr"] = 0.0
-        self.optimizer.zero_grad(set_to_none=True)
-        # a policy may own parameters that no loss of this run reaches: their gradient is 0, which several processes
-        # wait for, and one need not compute
-        own = [p for p in self.model.policy.parameters() if p.requires_grad]
-        idle = 0.0 * torch.stack([p.sum() for p in own]).sum() if own and accelerator.num_processes > 1 else 0.0
-        accelerator.backward(losses.total + idle)
-        for p in own:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), config.clip_grad or float("inf"))
-        if accelerator.device.type == "cpu" and norm is not None and not bool(norm.isfinite()):
-            raise NotFiniteError(
-                f"The gradient became {float(norm)} at step {step + 1} (loss {float(losses.total.detach()):.4g}). "
-                "Lower the learning rate; the last good checkpoint was kept."
-            )
-        self.optimizer.step()
-        if self.average is not None:
-            self.average.update(self.model, step)
-        return losses, output
-
-
 def fit(config: TrainConfig, show: bool = True) -> Result:
     """Train as configured; returns the validation result of the model that was saved in OUT/model."""
     accelerator = _accelerator(config)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (Path(config.out) / "config.json").exists():
+        config = replace(config, resume=True)  # torchrun --max-restarts started the processes again
+    with _peers(accelerator):
+        return _fit(config, accelerator, show)
+
+
+def _fit(config: TrainConfig, accelerator: Accelerator, show: bool) -> Result:
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
@@ -153,10 +90,7 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
         raise DataError(
             f"{config.data}: {len(train_set)} training images are fewer than one batch of {config.batch_size}."
         )
-    if config.batch_size % accelerator.num_processes:
-        raise UserError(f"batch_size: expected a multiple of {accelerator.num_processes} processes.")
-    if (config.mixup or config.cutmix) and config.batch_size // accelerator.num_processes % 2:
-        raise UserError(f"mixup: expected an even number of images a process and step, got {config.batch_size}.")
+    _divisible(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
     policy, policy_settings = settings.parse(config.policy)
     classes = len(train_set.classes)
@@ -180,16 +114,55 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     if not trainer.objective.terms:
         raise UserError("No loss has a weight > 0: give --task, --exits, --expected or another.")
     _probe(trainer, val)
+    accelerator.wait_for_everyone()  # all have seen what OUT was
     run.open()
     notes = list(dict.fromkeys((*train_set.notes, *val_set.notes)))
     if notes:
         run.say(f"left out: {notes[0]}" + f", and {len(notes) - 1} more" * (len(notes) > 1))
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.calibrate:
-        run.say(calibrate(model, policy_settings, config.weights, val_set, accelerator.device))
+        with trainer.whole(averaged=False) as whole:
+            run.say(calibrate(whole, policy_settings, config.weights, val_set, accelerator.device))
+            if whole is not model:
+                fill(model, whole.state_dict())
         if trainer.average is not None:
             trainer.average = Average(model, config.ema)
     return _loop(trainer, run, images, val, start, show)
+
+
+def _divisible(config: TrainConfig, processes: int) -> None:
+    parts = processes * config.accumulate
+    what = f"{processes} processes" + (
+        f" times {config.accumulate} parts (--accumulate)" if config.accumulate > 1 else ""
+    )
+    if config.batch_size % parts:
+        raise UserError(f"batch_size: expected a multiple of {what}, got {config.batch_size}.")
+    if (config.mixup or config.cutmix) and config.batch_size // parts % 2:
+        raise UserError(
+            f"mixup: expected an even number of images a process and part, got {config.batch_size} / {parts}."
+        )
+    if config.fsdp and processes == 1:
+        raise UserError("fsdp: expected several processes to share the weights, got one; start it with torchrun.")
+    if config.fsdp and config.compile:
+        raise UserError("fsdp: cannot be combined with --compile yet; leave one of them out.")
+    if config.checkpoint_activations and config.compile:
+        raise UserError("checkpoint_activations: cannot be combined with --compile, which chooses itself what to keep.")
+
+
+@contextlib.contextmanager
+def _peers(accelerator: Accelerator) -> Iterator[None]:
+    """A process that has lost another says so in a line; that one's own message, or torchrun's, says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo", "NCCL", "Timed out", "timeout")
+        lost = isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)
+        if accelerator.num_processes == 1 or not lost:
+            raise
+        raise UserError(
+            f"Process {accelerator.process_index} of {accelerator.num_processes} lost another one, which ended or does "
+            f"not answer ({first_line(error)[-160:]}). The last checkpoint was kept: start all again with --resume."
+        ) from error
 
 
 @torch.no_grad()
@@ -198,9 +171,10 @@ def _probe(trainer: Trainer, val: Source) -> None:
     batch = next(data.batches(val, [[0, len(val) - 1]]))
     if len(batch.labels):
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
-        output = trainer.model(images, ask=trainer.objective.needs)
         with trainer.accelerator.autocast():
             known = taught(trainer.teacher, trainer.objective, images, targets)
+        with trainer.whole() as model:
+            output = model(images, ask=trainer.objective.needs)
         for name, (_, term) in trainer.objective.terms.items():
             try:
                 term(output, known)
@@ -213,16 +187,25 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     teacher = None
     if config.distill or config.features:
         teacher = _teacher(config, model.class_names or []).to(accelerator.device)
-    optimizer = adamw(model, config)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    model.recompute = config.checkpoint_activations
+    whole, wrapped = None, model
+    if config.fsdp:
+        whole = copy.deepcopy(model)
+        sharding.shard(model, accelerator.device.type, accelerator.num_processes)
+        optimizer = adamw(model, config)
+    else:
+        wrapped, optimizer = accelerator.prepare(model, adamw(model, config))
     mixup = None
     if config.mixup or config.cutmix:
         mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)
     average = Average(model, config.ema) if config.ema else None
     trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
+    trainer.copy = whole
     if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
         trainer.judge = torch.compile(judged, dynamic=False, mode="reduce-overhead" if graphs else None)
+        if accelerator.num_processes > 1:  # DDP splits the graph, and torch warns of what its own compiler looks at
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer
 
 
@@ -250,10 +233,11 @@ def _loop(trainer: Trainer, run: RunDirectory, images: Source, val: Source, star
         for epoch in range(start // per_epoch, config.epochs):
             images.epoch = epoch
             begun = time.perf_counter()
-            for step, batch in _epoch(trainer, images, epoch, per_epoch, max(start - epoch * per_epoch, 0)):
-                losses, output = trainer.step(batch, step, per_epoch)
+            for step, batch, missing in _epoch(trainer, images, epoch, per_epoch, max(start - epoch * per_epoch, 0)):
+                seen = Seen() if meter.wants(step) else None
+                losses, _ = trainer.step(batch, step, per_epoch, missing, seen)
                 now = time.perf_counter()
-                meter.step(step, losses, output, batch, config.batch_size / (now - begun), trainer)
+                meter.step(step, losses, seen, config.batch_size / (now - begun), trainer)
                 begun = now
                 done = step + 1
                 if config.checkpoint_steps and done % config.checkpoint_steps == 0 and done % per_epoch:
@@ -268,27 +252,43 @@ def _loop(trainer: Trainer, run: RunDirectory, images: Source, val: Source, star
     return result
 
 
-def _epoch(trainer: Trainer, images: Source, epoch: int, per_epoch: int, skip: int) -> Iterator[tuple[int, Loaded]]:
-    """(step, this process's share of the batch) of an epoch, from its batch number `skip` on."""
+def _epoch(
+    trainer: Trainer, images: Source, epoch: int, per_epoch: int, skip: int
+) -> Iterator[tuple[int, Loaded, list[int]]]:
+    """(step, this process's share of the batch, places in it that could not be read) of an epoch, from its batch
+    number `skip` on."""
     config, accelerator = trainer.config, trainer.accelerator
     generator = torch.Generator().manual_seed(mix(config.seed, epoch))
     order = torch.randperm(len(images), generator=generator).tolist()
-    size, rank, world = config.batch_size, accelerator.process_index, accelerator.num_processes
-    plan = [order[i * size : (i + 1) * size][rank::world] for i in range(skip, per_epoch)]
+    size, rank, world, parts = (
+        config.batch_size,
+        accelerator.process_index,
+        accelerator.num_processes,
+        config.accumulate,
+    )
+    mine = [
+        i for k in range(parts) for i in rows(size, rank * parts + k, world * parts, pairs=trainer.mixup is not None)
+    ]
+    plan = [[order[n * size + i] for i in mine] for n in range(skip, per_epoch)]
     for number, batch in enumerate(data.batches(images, plan, config.workers), start=skip):
         if batch.unreadable and not config.allow_corrupt:
             raise DataError(f"Cannot read the image {images.labelled.name(batch.unreadable[0])}.")
-        if len(batch.labels):
-            yield epoch * per_epoch + number, batch
+        missing = [plan[number - skip].index(i) for i in batch.unreadable]
+        yield epoch * per_epoch + number, batch, missing
 
 
 def validate(trainer: Trainer, val: Source) -> Result:
-    """The model that would be saved (the average where there is one) on the validation images."""
+    """The model that would be saved on the validation images, of which every process takes its share."""
+    accelerator = trainer.accelerator
     order = data.in_order(len(val), trainer.config.batch_size)
-    if trainer.average is None:
-        return evaluate(trainer.model, data.batches(val, order), device=trainer.accelerator.device)
-    with trainer.average.used(trainer.model):
-        return evaluate(trainer.model, data.batches(val, order), device=trainer.accelerator.device)
+    mine = [batch[accelerator.process_index :: accelerator.num_processes] for batch in order]
+    with trainer.whole() as model:
+        return evaluate(
+            model,
+            data.batches(val, [batch for batch in mine if batch]),
+            device=accelerator.device,
+            shared=accelerator.num_processes > 1,
+        )
 
 
 def _readable(labelled: Labelled, allow_corrupt: bool) -> Labelled:

@@ -14,7 +14,6 @@ import argparse
 import datetime
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from adaptivit.arrays import Source, training_images
 from adaptivit.commands import append_csv
 from adaptivit.config import TrainConfig
 from adaptivit.data import Labelled, Loaded
+from adaptivit.environment import commit
 from adaptivit.train import Trainer, _accelerator, _trainer
 
 PER_EPOCH = 1000  # steps, for the learning rate alone
@@ -179,15 +179,6 @@ def report(
         f"preparation {row['prepare_ms']:.2f} ms, host {row['host_ms']:.2f} ms",
         flush=True,
     )
-
-
-def commit() -> str:
-    try:
-        words = ["git", "describe", "--always", "--dirty"]
-        found = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-        return found.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 if __name__ == "__main__":

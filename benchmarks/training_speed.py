@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 import adaptivit
 from adaptivit import settings
 from adaptivit.commands import append_csv
-from adaptivit.compare import _commit
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
+from adaptivit.environment import commit
 from adaptivit.ops import weighted_kernels
 from adaptivit.recipes import get
 from adaptivit.train import Trainer, _accelerator, _trainer, objective
@@ -177,7 +177,7 @@ def report(
         "torch": torch.__version__,
         "triton": getattr(weighted_kernels.triton, "__version__", ""),
         "adaptivit": adaptivit.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "seed": 0,
     }
     append_csv(options.out, row)

@@ -115,16 +115,21 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(whole: Any, tmp_path: Path, 
     assert_clean_log(tmp_path)
 
 
-@pytest.mark.parametrize("moment", [3, 6, 7, 12])
-def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, moment: int) -> None:
-    """Killed just before the nth move of the run: 0 is the configuration, 1 to 3 are the first checkpoint, 4 to 7
-    the second, whose last two moves put the old one aside and the new one in its place, 12 is the final model."""
-    replace, count = os.replace, -1
+# the first checkpoint in its place; the old one put aside for the second, and the second in its place; the tables of
+# the second epoch; the picture, the final model's weights and the model in its place
+MOMENTS = [("checkpoint", 1), (".checkpoint.old", 1), ("checkpoint", 2), ("train.csv", 2), ("validation.csv", 2)]
+MOMENTS += [("curves.png", 1), ("model.safetensors", 4), ("model", 1), ("environment.json", 1)]
+
+
+@pytest.mark.parametrize(("name", "time"), MOMENTS)
+def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, name: str, time: int) -> None:
+    """Killed just before a file or directory of this name is moved to its place for the nth time."""
+    replace, count = os.replace, 0
 
     def deadly(source: Any, target: Any) -> None:
         nonlocal count
-        count += 1
-        if count == moment:
+        count += Path(target).name == name
+        if count == time:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
@@ -136,7 +141,7 @@ def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, m
     assert train(whole[0], tmp_path, *HARD, "--resume") == 0
     assert_same_weights(weights(tmp_path), whole[1])
     assert_clean_log(tmp_path)
-    if moment > 3:  # the first checkpoint had been finished
+    if (name, time) not in (("checkpoint", 1), ("environment.json", 1)):  # the first checkpoint had been finished
         assert "resumed after step" in capsys.readouterr().err, "a finished checkpoint was lost"
     leftovers = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert len(leftovers) <= 2, f"remains of the killed run: {leftovers}"
@@ -240,7 +245,7 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(whole: Any, tmp_path: Pat
 def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any, tmp_path: Path, capsys: Any) -> None:
     from adaptivit.objectives import CrossEntropy
 
-    call, count = CrossEntropy.__call__, 0
+    call, count = CrossEntropy.sums, 0
 
     def spoilt(self: Any, *arguments: Any) -> torch.Tensor:
         nonlocal count
@@ -248,7 +253,7 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any,
         return call(self, *arguments) * (float("nan") if count == 7 else 1.0)  # the first is the probe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CrossEntropy, "__call__", spoilt)
+        patch.setattr(CrossEntropy, "sums", spoilt)
         assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 2) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "'task' became nan at step" in said
@@ -269,14 +274,14 @@ def test_a_checkpoint_never_holds_weights_that_are_not_finite(whole: Any, tmp_pa
     """A finite loss can have a gradient that is not: the step spoils the weights, the next loss shows it."""
     from adaptivit.objectives import CrossEntropy
 
-    call = CrossEntropy.__call__
+    call = CrossEntropy.sums
 
     def spoilt(self: Any, *arguments: Any) -> torch.Tensor:
         loss = call(self, *arguments)
         return loss + (0 * loss).sqrt()  # the slope of a root at 0 is infinite
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CrossEntropy, "__call__", spoilt)
+        patch.setattr(CrossEntropy, "sums", spoilt)
         assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 1) == 2
     if (tmp_path / "checkpoint").exists():
         stored = load_file(tmp_path / "checkpoint" / "model.safetensors")

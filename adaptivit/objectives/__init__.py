@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Batch, Losses, Objective, Term
+from .base import Batch, Losses, Objective, Summed, Sums, Term
 from .budget import Budget
 from .cross_entropy import CrossEntropy
 from .distillation import Distillation
@@ -27,6 +27,8 @@ __all__ = [
     "Losses",
     "Objective",
     "Ponder",
+    "Summed",
+    "Sums",
     "TargetDepth",
     "Term",
 ]

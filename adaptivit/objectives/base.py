@@ -1,15 +1,23 @@
-"""What a loss term is, and their weighted sum."""
+"""What a loss term is, and their weighted sum.
+
+A term is a function of sums over images: `loss(sums)`. Sums of two halves of a batch add up, the losses of two halves
+do not: a mean over kept tokens, or the square of a mean, is not the mean of two such. So several processes, or the
+parts of an accumulated batch, add up their sums first (shares.py), and the loss is that of the whole batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from ..errors import NotFiniteError
 from ..output import Output
+
+Sums = dict[str, Tensor]  # by term
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Batch:
 
 
 class Term(Protocol):
-    """One loss term."""
+    """One loss term: any callable with `needs`. One that is not Summed is taken for a mean over images."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -32,10 +40,43 @@ class Term(Protocol):
     def __call__(self, output: Output, batch: Batch) -> Tensor: ...
 
 
+class Summed:
+    """A term that says which sums it is made of."""
+
+    plain: ClassVar[bool] = True  # a mean over images: its gradient needs to know nothing of the others
+
+    def sums(self, output: Output, batch: Batch) -> Tensor:
+        """[K] sums over these images."""
+        raise NotImplementedError
+
+    def loss(self, sums: Tensor) -> Tensor:
+        """The loss of the images that were summed: by default their mean."""
+        return mean(sums)
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        return self.loss(self.sums(output, batch))
+
+
+def mean(sums: Tensor) -> Tensor:
+    """[2] a sum and a number -> the mean, 0 where there is nothing."""
+    return sums[0] / sums[1].clamp_min(1)
+
+
+def over_images(values: Tensor) -> Tensor:
+    """[B] one value an image -> [2] their sum and their number."""
+    return torch.stack([values.sum(), values.new_full((), len(values))])
+
+
+def over_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """[2] the sum of values over mask and its size; a true 0 (with a gradient of 0) where it is empty."""
+    return torch.stack([torch.where(mask, values, torch.zeros_like(values)).sum(), mask.sum().to(values.dtype)])
+
+
 @dataclass(frozen=True)
 class Losses:
     total: Tensor
     terms: dict[str, Tensor]  # unweighted, detached
+    sums: Sums  # that they were made of, detached
 
     def check_finite(self, step: int) -> None:
         """Stop with the name of the term that is not finite."""
@@ -57,9 +98,31 @@ class Objective:
     def needs(self) -> frozenset[str]:
         return frozenset().union(*(term.needs for _, term in self.terms.values()))
 
-    def __call__(self, output: Output, batch: Batch) -> Losses:
-        values = {name: term(output, batch) for name, (_, term) in self.terms.items()}
-        total = sum(
-            (self.terms[name][0] * value for name, value in values.items()), start=output.logits.new_zeros(()).float()
-        )
-        return Losses(total, {name: value.detach() for name, value in values.items()})
+    @property
+    def plain(self) -> bool:
+        """Whether every term is a plain mean over images."""
+        return all(term.plain for _, term in self.terms.values() if isinstance(term, Summed))
+
+    def sums(self, output: Output, batch: Batch) -> Sums:
+        return {name: self._sums(term, output, batch) for name, (_, term) in self.terms.items()}
+
+    def _sums(self, term: Term, output: Output, batch: Batch) -> Tensor:
+        if isinstance(term, Summed):
+            return term.sums(output, batch)
+        return over_images(term(output, batch).expand(len(output.logits)))
+
+    def losses(self, sums: Sums) -> Losses:
+        """The losses of all the images that went into the sums."""
+        values = {
+            name: term.loss(sums[name]) if isinstance(term, Summed) else mean(sums[name])
+            for name, (_, term) in self.terms.items()
+        }
+        weighted = [self.terms[name][0] * value for name, value in values.items()]
+        total = sum(weighted[1:], start=weighted[0]) if weighted else torch.zeros(())
+        known = {name: value.detach() for name, value in values.items()}
+        return Losses(total, known, {name: value.detach() for name, value in sums.items()})
+
+    def __call__(self, output: Output, batch: Batch, whole: Callable[[Sums], Sums] | None = None) -> Losses:
+        """`whole` makes of the sums of these images those of the batch that they are a part of."""
+        sums = self.sums(output, batch)
+        return self.losses(sums if whole is None else whole(sums))

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed, over_images
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Summed):
     share: float = 0.67  # of the static model's MACs
     needs: frozenset[str] = frozenset()
+    plain = False  # a square of a mean
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         live = output.trace.fact("presence").sum(-1)  # [L, B], 0/1 forward, soft backward
         costs = output.costs
         macs = costs.blocks(live, live) + costs.embedding + costs.head
-        return (macs.mean() / costs.static - self.share) ** 2
+        return over_images(macs / costs.static)
+
+    def loss(self, sums: Tensor) -> Tensor:
+        return (super().loss(sums) - self.share) ** 2

@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed, over_images
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Summed):
     label_smoothing: float = 0.0
     needs: frozenset[str] = frozenset()
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         if batch.targets is None:
             raise ValueError("Cross-entropy needs batch.targets.")
-        return F.cross_entropy(output.logits.float(), batch.targets, label_smoothing=self.label_smoothing)
+        logits, smoothing = output.logits.float(), self.label_smoothing
+        return over_images(F.cross_entropy(logits, batch.targets, label_smoothing=smoothing, reduction="none"))

@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed, over_images
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(Summed):
     temperature: float = 1.0
     needs: frozenset[str] = frozenset()
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         if batch.teacher_logits is None:
             raise ValueError("Distillation needs batch.teacher_logits.")
         teacher = F.log_softmax(batch.teacher_logits.float() / self.temperature, dim=-1)
         student = F.log_softmax(output.logits.float() / self.temperature, dim=-1)
-        return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.temperature**2
+        divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+        return over_images(divergence * self.temperature**2)

@@ -20,40 +20,46 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed
 
 _TINY = 1e-12
 
 
 @dataclass(frozen=True)
-class DistributionPrior:
+class DistributionPrior(Summed):
     form: Literal["paper", "reference"] = "paper"
     depth: float = 9.0  # centre of the bell, in layers 1..L
+    plain = False  # a divergence of means
 
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"raw_scores"}) if self.form == "reference" else frozenset()
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
+        """[L + 1] scores by layer, and the number of tokens that they are of."""
         facts = output.trace.facts
         if self.form == "paper":
             scores, halts = output.trace.fact("scores"), output.trace.fact("halts")
-            layers = torch.arange(1, len(scores) + 1, device=scores.device)
-            target = torch.exp(-((layers - self.depth) ** 2) / 2.0)
-            target = target / target.sum()
-            mean = (scores * halts).sum((1, 2)) / halts.sum().clamp_min(1)
-            mean = mean / mean.sum().clamp_min(_TINY)
-            return (mean * (mean.clamp_min(_TINY).log() - target.clamp_min(_TINY).log())).sum()
+            return torch.cat([(scores * halts).sum((1, 2)), halts.sum().to(scores)[None]])
         if "raw_scores" not in facts:
             raise UserError(
                 "The prior in its reference form needs the scores of halted rows: "
                 "use policy 'avit' with gate=neuron, or --prior-form paper."
             )
         raw = facts["raw_scores"]
-        mean = raw.mean((1, 2))
+        return torch.cat([raw.sum((1, 2)), raw.new_full((1,), raw[0].numel())])
+
+    def loss(self, sums: Tensor) -> Tensor:
+        mean = sums[:-1] / sums[-1].clamp_min(1)  # [L]
+        if self.form == "paper":
+            layers = torch.arange(1, len(mean) + 1, device=mean.device)
+            target = torch.exp(-((layers - self.depth) ** 2) / 2.0)
+            target = target / target.sum()
+            mean = mean / mean.sum().clamp_min(_TINY)
+            return (mean * (mean.clamp_min(_TINY).log() - target.clamp_min(_TINY).log())).sum()
         share = (mean / mean.sum()).clamp(0.01, 0.99)
-        target = self.reference_target(len(raw)).to(share)
-        return (target * (target.log() - share.log())).sum() / len(raw)
+        target = self.reference_target(len(mean)).to(share)
+        return (target * (target.log() - share.log())).sum() / len(mean)
 
     def reference_target(self, layers: int) -> Tensor:
         """[L] the public code's bell: its centre is the 0-based layer `depth - 1`."""

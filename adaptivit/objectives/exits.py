@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed, over_images
 
 _TINY = 1e-12  # inside the log alone: a zero of p must not give NaN
 
@@ -31,28 +31,28 @@ def _losses(output: Output, batch: Batch, smoothing: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Exits:
+class Exits(Summed):
     label_smoothing: float = 0.0
     needs: frozenset[str] = frozenset({"exits"})
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
-        return _losses(output, batch, self.label_smoothing).mean()
+    def sums(self, output: Output, batch: Batch) -> Tensor:
+        return over_images(_losses(output, batch, self.label_smoothing).mean(0))
 
 
 @dataclass(frozen=True)
-class Expected:
+class Expected(Summed):
     label_smoothing: float = 0.0
     needs: frozenset[str] = frozenset({"exits"})
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         chance = output.trace.fact("chance")[..., 0]  # [L, B]
-        return (chance * _losses(output, batch, self.label_smoothing)).sum(0).mean()
+        return over_images((chance * _losses(output, batch, self.label_smoothing)).sum(0))
 
 
 @dataclass(frozen=True)
-class Geometric:
+class Geometric(Summed):
     needs: frozenset[str] = frozenset()
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         p, log_prior = output.trace.fact("chance"), output.trace.fact("log_prior")  # [L, B, U], [L]
-        return (p * (p.clamp_min(_TINY).log() - log_prior[:, None, None])).sum(0).mean()
+        return over_images((p * (p.clamp_min(_TINY).log() - log_prior[:, None, None])).sum(0).mean(-1))

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed, over_mask
 
 
 @dataclass(frozen=True)
-class Features:
+class Features(Summed):
     needs: frozenset[str] = frozenset({"patches"})
+    plain = False  # a mean over as many patches as are kept
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         if output.patches is None or batch.teacher_patches is None:
             raise ValueError("Distillation of features needs ask=('patches',) and batch.teacher_patches.")
         here, there = output.patches.shape[-1], batch.teacher_patches.shape[-1]
@@ -30,4 +31,4 @@ class Features:
         trace = output.trace
         kept = trace.facts.get("kept_last", trace.updated[-1])[:, trace.prefix :]  # [B, P]
         squared = (output.patches.float() - batch.teacher_patches.float()).pow(2).mean(-1)
-        return (squared * kept).sum() / kept.sum().clamp_min(1)
+        return over_mask(squared, kept)

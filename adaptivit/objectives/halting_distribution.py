@@ -32,8 +32,3 @@ def halting_mass(trace: Trace, form: str, tau: float = 0.1) -> Tensor:
         raise ValueError(f"Unknown form of P_actual {form!r}; valid: {', '.join(FORMS)}.")
     before = torch.where(layer < halt, p, torch.zeros_like(p))
     return before + torch.where(layer == halt, 1.0 - before.sum(0, keepdim=True), torch.zeros_like(p))
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over mask, a true 0 (with a gradient of 0) where it is empty."""
-    return torch.where(mask, values, torch.zeros_like(values)).sum() / mask.sum().clamp_min(1)

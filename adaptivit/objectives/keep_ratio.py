@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
+from .base import Batch, Summed, over_images
 
 
 @dataclass(frozen=True)
-class KeepRatio:
+class KeepRatio(Summed):
     needs: frozenset[str] = frozenset()
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         kept, ratios = output.trace.fact("kept"), output.trace.fact("ratios")  # [S, B], [S]
-        return (kept - ratios[:, None]).pow(2).mean()
+        return over_images((kept - ratios[:, None]).pow(2).mean(0))

@@ -13,16 +13,17 @@ from typing import Literal
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
-from .halting_distribution import halting_mass, masked_mean
+from .base import Batch, Summed, over_mask
+from .halting_distribution import halting_mass
 
 
 @dataclass(frozen=True)
-class Ponder:
+class Ponder(Summed):
     form: Literal["remainder", "expected"] = "remainder"
     needs: frozenset[str] = frozenset()
+    plain = False  # a mean over the tokens that can halt
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         trace = output.trace
         if self.form == "remainder":
             cost = trace.fact("halt") + trace.fact("remainder")
@@ -30,4 +31,4 @@ class Ponder:
             mass = halting_mass(trace, "act")
             layer = mass.new_ones(len(mass)).cumsum(0)  # 1..L
             cost = (mass * layer[:, None, None]).sum(0)
-        return masked_mean(cost, trace.fact("halts"))
+        return over_mask(cost, trace.fact("halts"))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..output import Output
-from .base import Batch
-from .halting_distribution import halting_mass, masked_mean
+from .base import Batch, Summed, over_mask
+from .halting_distribution import halting_mass
 
 # A zero of P gives log(0): clamp inside the log. kl_div, xlogy, entr or where would give NaN gradients there.
 _TINY = 1e-12
@@ -32,7 +32,7 @@ def target_distribution(plan: Tensor, layers: int, sigma: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TargetDepth:
+class TargetDepth(Summed):
     sigma: float = 1.0
     form: Literal["act", "hazard", "crossing"] = "act"
     direction: Literal["actual_target", "target_actual"] = "actual_target"
@@ -40,8 +40,9 @@ class TargetDepth:
     detach_actual: bool = False
     tau: float = 0.1
     needs: frozenset[str] = frozenset({"plan"})
+    plain = False  # a mean over as many pairs as were planned
 
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
+    def sums(self, output: Output, batch: Batch) -> Tensor:
         trace = output.trace
         plan, pairs = trace.fact("plan"), trace.fact("planned")  # [S, B, N]
         actual = halting_mass(trace, self.form, self.tau)  # [L, B, N]
@@ -55,4 +56,4 @@ class TargetDepth:
             divergence = (actual[:, None] * (log_actual - log_target)).sum(0)
         else:
             divergence = (log_target.exp() * (log_target - log_actual)).sum(0)
-        return masked_mean(divergence, pairs)
+        return over_mask(divergence, pairs)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..backbone import Shape
 from ..decision import Decision, Drop
+from ..draws import draw
 from ..policy_settings import DynamicViTSettings
 from .base import Policy
 from .selection import check_blocks, fold, thirds, top
@@ -44,6 +45,15 @@ class Predictor(nn.Module):
         half = z.shape[-1] // 2
         joined = torch.cat([z[..., :half], mean(z[..., half:]).to(z.dtype)], -1)
         return F.log_softmax(self.out_conv(joined).float(), -1)
+
+
+def hard_gumbel(log_p: Tensor) -> Tensor:
+    """[B, N, 2] log-probabilities -> one-hot draws with the gradient of a softmax: F.gumbel_softmax(hard=True), whose
+    noise does not depend on how a batch is shared."""
+    noise = -draw(len(log_p), lambda n: log_p.new_empty(n, *log_p.shape[1:]).exponential_()).log()
+    soft = (log_p + noise).softmax(-1)
+    hard = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
+    return hard - soft.detach() + soft
 
 
 @dataclass
@@ -86,7 +96,7 @@ class DynamicViT(Policy):
         state.scores.append(log_p[..., 0].detach())
         weight, count = None, None
         if self.training:
-            drawn = F.gumbel_softmax(log_p, tau=1.0, hard=True)[..., 0]
+            drawn = hard_gumbel(log_p)[..., 0]
             state.decision = torch.where(patches, drawn, torch.ones_like(drawn)) * state.decision
             leaving = patches & (state.decision.detach() < 0.5)
             weight = torch.where(self._prefix(view), torch.ones_like(drawn), state.decision)

@@ -1,0 +1,165 @@
+"""The log of a run as tables (train.csv, validation.csv) and as one picture: losses, accuracy, depth, live tokens."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from .files import write_text
+from .pictures import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+
+Record = dict[str, Any]
+
+# One colour a term, the same in every run.
+_TERMS = {
+    "task": ACCENT, "ponder": "#d1495b", "target_depth": "#3d5a98", "prior": "#8ab0e0", "budget": "#e08e1b",
+    "ratio": "#8e5aa8", "exits": "#4c9a2a", "expected": "#a3a51c", "geometric": "#8c6239", "distill": "#c86fb0",
+    "features": "#2aa6c9",
+}  # fmt: skip
+
+
+def read(path: Path) -> list[Record]:
+    """The lines of a log that are whole; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def write_tables(records: Sequence[Record], where: Path) -> None:
+    for kind in ("train", "validation"):
+        rows = [_flat(r) for r in records if r["kind"] == kind]
+        if rows:
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            out = io.StringIO()
+            writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+            write_text(where / f"{kind}.csv", out.getvalue())
+
+
+def _flat(record: Record) -> Record:
+    """A list is a column an element, live_1 the first block."""
+    flat: Record = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            flat |= {f"{name}_{i}": element for i, element in enumerate(value, start=1)}
+        elif name != "kind":
+            flat[name] = value
+    return flat
+
+
+# -- the picture ----------------------------------------------------------------------------------------------------
+def draw(records: Sequence[Record], name: str) -> bytes:
+    """Four panels over the steps: loss terms, accuracy, depth, live tokens of every block."""
+    train = [r for r in records if r["kind"] == "train"]
+    validation = [r for r in records if r["kind"] == "validation"]
+    width, height, left, gap_x, below, gap_y, above = 560, 300, 84, 190, 78, 190, 96
+    figure = _figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
+    places = [(left + (width + gap_x) * (i % 2), below + (height + gap_y) * (1 - i // 2)) for i in range(4)]
+    loss, accuracy, depth, live = (_axes(figure, *place, width, height) for place in places)
+    for axes in (loss, accuracy, depth, live):
+        axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("step", fontsize=8, color=MUTED, labelpad=6)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    _losses(loss, train, name)
+    _pair(
+        accuracy,
+        train,
+        validation,
+        ("accuracy", "top1"),
+        "Accuracy",
+        "%, of a training batch (augmented) and of validation",
+    )
+    last = (validation or train or [{}])[-1]
+    cost = f"; {last['gmacs']:.4g} GMACs an image at the end" if "gmacs" in last else ""
+    _pair(depth, train, validation, ("mean_depth", "mean_depth"), "Mean depth", f"blocks that compute a patch{cost}")
+    _live(live, train)
+    return _png(figure)
+
+
+def _losses(axes: Any, train: Sequence[Record], name: str) -> None:
+    """Terms differ by orders of magnitude: a logarithmic axis where all are > 0."""
+    found = [(term, colour) for term, colour in _TERMS.items() if any(term in r for r in train)]
+    shown = [("loss", INK), *found] if len(found) > 1 else [("loss", ACCENT)]
+    ends = []
+    for term, colour in shown:
+        x, y = _series(train, term)
+        axes.plot(x, y, color=colour, linewidth=1.6 if term == "loss" else 1.2, alpha=0.95, zorder=3)
+        ends.append((term, colour, x, y))
+    values = [v for *_, y in ends for v in y]
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_yscale("log")
+        axes.tick_params(which="minor", length=0)
+    _labels(axes, ends)
+    _headline(axes, "Loss and its terms", f"{name}: the weighted sum, and every term unweighted")
+
+
+def _series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
+    pairs = [(r["step"], float(r[name])) for r in records if r.get(name) is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _labels(axes: Any, ends: Sequence[tuple[str, Any, list[int], list[float]]]) -> None:
+    """The name of every line at its end, moved apart where they would meet."""
+    axes.get_xlim(), axes.get_ylim()  # settles the scale
+    height = axes.get_window_extent().height
+    wanted = sorted(
+        (axes.transData.transform((x[-1], y[-1]))[1] - axes.get_window_extent().y0, name, colour, x[-1], y[-1])
+        for name, colour, x, y in ends
+        if x
+    )
+    step, at = 17.0, -1e9
+    room = []
+    for want, name, colour, x, y in wanted:
+        at = max(want, at + step)
+        room.append((at, name, colour, x, y))
+    over = max(0.0, (room[-1][0] - height) if room else 0.0)
+    for place, name, colour, _, _ in room:
+        axes.annotate(
+            name.replace("_", " "),
+            (1, max(place - over, 0) / height),
+            xytext=(5, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _pair(
+    axes: Any, train: Sequence[Record], validation: Sequence[Record], names: tuple[str, str], title: str, detail: str
+) -> None:
+    """A figure in training, and in validation."""
+    x, y = _series(train, names[0])
+    axes.plot(x, y, color="#9aa3ab", linewidth=1.1, zorder=2)
+    there, value = _series(validation, names[1])
+    axes.plot(there, value, color=ACCENT, linewidth=1.8, marker="o", markersize=3.5, zorder=3)
+    _labels(axes, [("training", MUTED, x, y), ("validation", ACCENT, there, value)])
+    _headline(axes, title, detail)
+
+
+def _live(axes: Any, train: Sequence[Record]) -> None:
+    """One line a block, from light (the first) to dark."""
+    rows = [(r["step"], r["live"]) for r in train if "live" in r]
+    layers = len(rows[-1][1]) if rows else 0
+    ends = []
+    for block in range(layers):
+        colour = COLOURS(0.9 - 0.9 * block / max(layers - 1, 1))
+        x, y = [step for step, _ in rows], [live[block] for _, live in rows]
+        axes.plot(x, y, color=colour, linewidth=1.3, zorder=2 + block / 100)
+        if block in (0, layers - 1) or (layers - 1 - block) % max(1, layers // 4) == 0:
+            ends.append((f"block {block + 1}", colour, x, y))
+    if rows:
+        axes.set_ylim(0, 1.04 * float(np.max([live for _, live in rows])))
+    _labels(axes, ends)
+    _headline(axes, "Live tokens", "mean tokens an image that enter each block, in training")

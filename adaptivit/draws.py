@@ -1,0 +1,40 @@
+"""Random numbers of a forward pass over a part of a batch: those that the whole batch would draw.
+
+Every part draws for all B images from the same seed and takes its own rows, so drop path and Gumbel noise follow from
+the seed, the step and the image's place in the batch, not from the number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    rows: Tensor  # [b] of these images in the whole batch
+    of: int  # B
+
+
+_share: Share | None = None  # None: the batch is whole
+
+
+@contextlib.contextmanager
+def drawing(share: Share | None, seed: int) -> Iterator[None]:
+    """What is drawn inside follows from the seed, for this share of a batch."""
+    global _share
+    before, _share = _share, share
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _share = before
+
+
+def draw(images: int, random: Callable[[int], Tensor]) -> Tensor:
+    """random(B), a random row an image, for the images of the pass."""
+    return random(images) if _share is None else random(_share.of)[_share.rows]

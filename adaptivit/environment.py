@@ -1,0 +1,63 @@
+"""Where a run happens: versions, devices, the commit of this code, the command."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__
+
+_PACKAGES = ("torch", "torchvision", "timm", "accelerate", "numpy", "triton")
+
+
+def commit() -> str:
+    """The commit of this code where it runs from a clone, with `-dirty` where files were changed; ADAPTIVIT_COMMIT
+    says it for a copy without its history."""
+    if said := os.environ.get("ADAPTIVIT_COMMIT"):
+        return said
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def versions() -> dict[str, str]:
+    found = {"adaptivit": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(device: torch.device, processes: int = 1) -> dict[str, Any]:
+    """All of it, as JSON takes it."""
+    gpu = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "directory": os.getcwd(),
+        "commit": commit(),
+        "versions": versions(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processes": processes,
+        "nodes": max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))),
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "cuda": torch.version.cuda if gpu else None,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,277 @@
+"""One optimiser step: this process's share of a global batch, in one part or several (--accumulate).
+
+Everything random follows from the seed, the step and the place in the global batch, and every loss is that of the
+global batch, so the step is the same however many processes and parts there are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from timm.data.mixup import Mixup
+from torch import Tensor
+
+from . import sharding
+from .config import TrainConfig
+from .data import Loaded, mix
+from .draws import Share, drawing
+from .errors import NotFiniteError
+from .model import AdaptiveViT
+from .objectives import Batch, Losses, Objective, Sums
+from .optimise import Average, learning_rate
+from .output import Output
+from .shares import Whole, over_processes, rows
+
+Judge = Callable[[Any, AdaptiveViT | None, Objective, Tensor, Tensor, Whole | None], tuple[Losses, Output]]
+
+
+def judged(
+    model: Any,
+    teacher: AdaptiveViT | None,
+    objective: Objective,
+    images: Tensor,
+    targets: Tensor,
+    whole: Whole | None = None,
+) -> tuple[Losses, Output]:
+    """Forward pass, of the teacher too where there is one, and losses, these in full precision."""
+    known = taught(teacher, objective, images, targets)
+    output = model(images, ask=objective.needs)
+    with torch.autocast(images.device.type, enabled=False):
+        return objective(output, known, whole), output
+
+
+@torch.no_grad()
+def taught(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor) -> Batch:
+    """What a loss may know beside the output: the targets, and what the static model says."""
+    if teacher is None:
+        return Batch(targets)
+    said = teacher(images, ask=objective.needs & {"patches"})
+    return Batch(targets, said.logits, said.patches)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs at a time."""
+
+    images: Tensor  # [b, C, H, W]
+    targets: Tensor  # [b], or [b, classes] (mixup)
+    labels: Tensor  # [b] before any mixup
+    share: Share | None  # None: the whole global batch
+    whole: Whole | None
+
+    @property
+    def weight(self) -> float:
+        return 1.0 if self.whole is None else self.whole.weight
+
+
+@dataclass
+class Seen:
+    """Figures of the images of a step, for the log: sums over parts and processes."""
+
+    sums: Sums = field(default_factory=dict)
+
+    @torch.no_grad()
+    def add(self, output: Output, labels: Tensor, weight: float) -> None:
+        trace, hits = output.trace, output.logits.argmax(1) == labels.to(output.logits.device)
+        sums = {
+            "images": hits.new_full((), len(labels), dtype=torch.float64),
+            "hits": hits.double().sum(),
+            "depth": trace.mean_depth.sum(),
+            "gmacs": output.macs_deployed.sum() / 1e9,
+            "live": trace.live.double().sum(1),  # [L]
+        }
+        if "plan" in trace.facts:  # whether execution keeps to the plan
+            gap = (trace.facts["halt"] - trace.facts["plan"]).double() * trace.facts["planned"]
+            sums["gap"] = torch.stack([gap.sum(), trace.facts["planned"].double().sum()])
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + weight * value
+
+    def figures(self) -> dict[str, Any]:
+        """Means over the images of the global batch; every process has to ask."""
+        total: dict[str, Any] = {name: value.tolist() for name, value in over_processes(self.sums).items()}
+        count = max(total["images"], 1.0)
+        figures = {
+            "accuracy": 100 * total["hits"] / count,
+            "mean_depth": total["depth"] / count,
+            "gmacs": total["gmacs"] / count,
+            "live": [round(n / count, 3) for n in total["live"]],
+        }
+        if "gap" in total:
+            figures["plan_gap"] = total["gap"][0] / max(total["gap"][1], 1.0)
+        return figures
+
+
+@dataclass
+class Trainer:
+    """What a step needs. `fit` builds it from a configuration; the quickstart builds its own."""
+
+    model: AdaptiveViT
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    config: TrainConfig
+    accelerator: Accelerator
+    wrapped: Any  # the model as it is run: accelerate's, or `model` itself where FSDP shards it
+    teacher: AdaptiveViT | None = None
+    mixup: Mixup | None = None
+    average: Average | None = None
+    judge: Judge = judged  # compiled where asked for
+    copy: AdaptiveViT | None = None  # of a sharded model, to be filled and used where it has to be whole
+
+    def step(
+        self,
+        batch: Loaded,
+        step: int,
+        steps_per_epoch: int,
+        missing: Sequence[int] = (),
+        seen: Seen | None = None,
+    ) -> tuple[Losses, Output]:
+        """One optimiser step on this process's share of a global batch. `missing` are the places in the share whose
+        images could not be read. Returns the losses of the global batch, and the output of the last part."""
+        config, accelerator = self.config, self.accelerator
+        self.wrapped.train()
+        self.model.policy.schedule(step / steps_per_epoch)
+        parts, seed = self._parts(batch, step, missing), mix(config.seed, 1 << 20, step, 0)
+        if len(parts) > 1:
+            parts = self._informed(parts, seed)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["share"] * learning_rate(config, step, steps_per_epoch)
+            if group["backbone"] and step < config.freeze_epochs * steps_per_epoch:
+                group["lr"] = 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        every = []
+        for number, part in enumerate(parts, start=1):
+            alone = contextlib.nullcontext() if number == len(parts) else accelerator.no_sync(self.wrapped)
+            with alone, drawing(part.share, seed):
+                losses, output = self._run(part)
+                self._backward(losses.total)
+            every.append(losses)
+            if seen is not None:
+                seen.add(output, part.labels, part.weight)
+        losses = self._together(every)
+        if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
+            losses.check_finite(step)
+        norm = self._clip()
+        if accelerator.device.type == "cpu" and norm is not None and not bool(norm.isfinite()):
+            raise NotFiniteError(
+                f"The gradient became {float(norm)} at step {step + 1} (loss {float(losses.total.detach()):.4g}). "
+                "Lower the learning rate; the last good checkpoint was kept."
+            )
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.model, step)
+        return losses, output
+
+    # -- the parts of a batch ----------------------------------------------------------------------------------------
+    def _parts(self, batch: Loaded, step: int, missing: Sequence[int]) -> list[Part]:
+        processes, count, device = self.accelerator.num_processes, self.config.accumulate, self.accelerator.device
+        planned, gone = len(batch.labels) + len(missing), set(missing)
+        places = [p for p in range(planned) if p not in gone]
+        size = planned // count  # images a part, were none missing
+        parts = []
+        for k in range(count):
+            start, stop = (bisect.bisect_left(places, (k + i) * size) for i in (0, 1))
+            if self.mixup is not None:
+                stop -= (stop - start) % 2
+            images, labels, weight = batch.images[start:stop].to(device), batch.labels[start:stop], 1.0
+            if start == stop:  # nothing could be read, but the other processes wait: a stand-in that counts for nothing
+                vit: Any = self.model.vit
+                images = torch.zeros(2, vit.in_chans, *self.model.preprocessing.size, device=device)
+                labels, weight = batch.labels.new_zeros(2), 0.0
+            targets = labels.to(device)
+            if self.mixup is not None and weight:
+                np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from there
+                images, targets = self.mixup(images, targets)
+            share, whole = None, None
+            if processes * count > 1 or missing:
+                part = (size * count * processes, self.accelerator.process_index * count + k, processes * count)
+                there = _rows(*part, self.mixup is not None, device)
+                if missing:
+                    there = there[[p - k * size for p in places[start:stop]] or [0, 0]]
+                share, whole = Share(there, part[0]), Whole(processes, weight=weight)
+            parts.append(Part(images, targets, labels, share, whole))
+        return parts
+
+    def _informed(self, parts: list[Part], seed: int) -> list[Part]:
+        """The parts with what they must know of each other. A mean over images needs their number; any other loss needs
+        the sums of all parts before the first backward pass, so the parts run forward once without a gradient."""
+        if self.objective.plain:
+            count = sum(part.weight * len(part.labels) for part in parts)
+            number = over_processes({"images": torch.full((), count, device=self.accelerator.device)})["images"]
+            return [replace(p, whole=replace(_of(p), images=number)) for p in parts]
+        sums: Sums = {}
+        with torch.no_grad():
+            for part in parts:
+                with drawing(part.share, seed):
+                    losses, _ = self._run(replace(part, whole=None))
+                for name, value in losses.sums.items():
+                    sums[name] = sums.get(name, 0.0) + part.weight * value
+        total = over_processes(sums)
+        return [replace(p, whole=replace(_of(p), total=total)) for p in parts]
+
+    def _run(self, part: Part) -> tuple[Losses, Output]:
+        with self.accelerator.autocast():
+            return self.judge(self.wrapped, self.teacher, self.objective, part.images, part.targets, part.whole)
+
+    def _together(self, every: list[Losses]) -> Losses:
+        """The losses of the global batch: every part knows them, or each has its part of them."""
+        if len(every) == 1 or not self.objective.plain:
+            return every[-1]
+        values = {name: torch.stack([one.terms[name] for one in every]).sum() for name in every[0].terms}
+        values = over_processes({**values, "": torch.stack([one.total.detach() for one in every]).sum()})
+        return replace(every[-1], total=values.pop(""), terms=values)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+    def _backward(self, total: Tensor) -> None:
+        # a policy may own parameters that no loss of this run reaches: their gradient is 0, which several processes
+        # wait for, and one need not compute
+        own = [p for p in self.model.policy.parameters() if p.requires_grad] if self.copy is None else []
+        if own and self.accelerator.num_processes > 1:
+            total = total + 0.0 * torch.stack([p.sum() for p in own]).sum()
+        self.accelerator.backward(total)
+        for p in own:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    def _clip(self) -> Tensor | None:
+        most = self.config.clip_grad or float("inf")
+        if self.copy is None:
+            return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
+        sharding.settle(self.model)
+        return sharding.clip(self.model.parameters(), most)
+
+    # -- the weights as a whole --------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def whole(self, averaged: bool = True) -> Iterator[AdaptiveViT]:
+        """The model that would be saved (with the averaged weights where there are some), not sharded; every process
+        has to ask."""
+        average = self.average if averaged else None
+        if self.copy is not None:
+            state = self.model.state_dict() if average is None else average.values
+            self.copy.load_state_dict({name: sharding.whole(value).cpu() for name, value in state.items()})
+            try:
+                yield self.copy.to(self.accelerator.device)
+            finally:
+                self.copy.cpu()
+        elif average is not None:
+            with average.used(self.model):
+                yield self.model
+        else:
+            yield self.model
+
+
+def _of(part: Part) -> Whole:
+    assert part.whole is not None
+    return part.whole
+
+
+@functools.cache
+def _rows(batch: int, part: int, parts: int, pairs: bool, device: torch.device) -> Tensor:
+    """On the device, once."""
+    return torch.tensor(rows(batch, part, parts, pairs), device=device)
