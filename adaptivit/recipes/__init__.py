@@ -13,21 +13,12 @@ from ..settings import convert, parse
 from . import aht, amod, avit, baselines, dynamicvit, evit
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    "aht-high-accuracy": aht.high_accuracy,
-    "aht-balanced": aht.balanced,
-    "aht-high-efficiency": aht.high_efficiency,
-    "aht-budget": aht.budget,
-    "avit-paper": avit.paper,
-    "avit-tiny": avit.tiny,
-    "avit-small": avit.small,
+    **aht.RECIPES,
+    **avit.RECIPES,
     "dynamicvit": dynamicvit.paper,
     "evit": evit.paper,
-    "mod": amod.mod,
-    "amod": amod.amod,
-    "act": baselines.act,
-    "confidence": baselines.confidence,
-    "similarity": baselines.similarity,
-    "pondernet": baselines.pondernet,
+    **amod.RECIPES,
+    **baselines.RECIPES,
 }
 # The recipe whose losses a policy trains with where none is named; the others train with the task loss alone.
 DEFAULTS = {
