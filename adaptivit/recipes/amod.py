@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from ..config import TrainConfig
 
-_BACKBONES = {
+BACKBONES = {
     "tiny": "deit_tiny_patch16_224",
     "small": "deit_small_patch16_224",
     "base": "vit_base_patch16_224",
     "large": "vit_large_patch16_224",
 }
 # Table 1, for each backbone and capacity in %: the isoFLOP share, then (GMACs, top-1) of isoFLOP, MoD and A-MoD.
-_TABLE_1: dict[tuple[str, str], tuple[float, tuple[float, float], tuple[float, float], tuple[float, float]]] = {
+TABLE_1: dict[tuple[str, str], tuple[float, tuple[float, float], tuple[float, float], tuple[float, float]]] = {
     ("tiny", "50"): (0.76, (0.95, 71.1), (0.92, 69.78), (0.92, 71.8)),
     ("tiny", "12.5"): (0.60, (0.75, 67.4), (0.71, 67.52), (0.71, 69.76)),
     ("small", "50"): (0.76, (3.47, 78.04), (3.42, 77.43), (3.42, 78.66)),
@@ -55,7 +55,7 @@ def amod_70() -> TrainConfig:
     adaptivit train --recipe amod-small-70 --data IMAGENET --weights DEIT_S.safetensors
     The paper reports 79.63 % at 3.8 GMACs (static 79.6 at 4.6). Not run by us.
     """
-    return replace(amod(), backbone=_BACKBONES["small"], policy="amod:capacity=0.7")
+    return replace(amod(), backbone=BACKBONES["small"], policy="amod:capacity=0.7")
 
 
 def multiply() -> TrainConfig:
@@ -68,28 +68,29 @@ def multiply() -> TrainConfig:
     return replace(amod(), policy="amod:capacity=0.5,multiply=true")
 
 
-def _named(name: str, config: TrainConfig, first: str, data: str, more: str) -> Callable[[], TrainConfig]:
-    """A recipe of a family, with the docstring that the others have."""
+def _named(name: str, config: TrainConfig, first: str, given: str, more: str) -> Callable[[], TrainConfig]:
+    """A recipe of a family, with a docstring like the others'."""
 
     def make() -> TrainConfig:
         return config
 
-    weights = "" if config.lr > 1e-5 else " --weights WEIGHTS"  # from scratch there are none
-    make.__doc__ = f"{first}\n\n    adaptivit train --recipe {name} --data {data}{weights}\n    {more} Not run by us.\n    "
+    make.__doc__ = f"{first}\n\n    adaptivit train --recipe {name} {given}\n    {more} Not run by us.\n    "
     return make
 
 
 def _table_1() -> dict[str, Callable[[], TrainConfig]]:
-    """Table 1, Fig. 1, Fig. 2 (50 %) and Fig. 6 (12.5 %): every backbone at both capacities beside its isoFLOP model."""
+    """Table 1, Fig. 1, 2 (50 %) and 6 (12.5 %): every backbone at both capacities beside its isoFLOP model."""
     found = {}
-    for (size, percent), (share, *printed) in _TABLE_1.items():
+    for (size, percent), (share, *printed) in TABLE_1.items():
         policies = (f"static:share={share}", *(f"{p}:capacity={float(percent) / 100}" for p in ("mod", "amod")))
         names = (f"static-isoflop-{size}-{percent}", f"mod-{size}-{percent}", f"amod-{size}-{percent}")
         titles = ("The isoFLOP model of", "Standard routing (MoD) on", "Attention routing (A-MoD) on")
         for name, policy, title, (gmacs, top1) in zip(names, policies, titles, printed, strict=True):
-            first = f"{title} {_BACKBONES[size].split('_patch')[0]} at {percent} % capacity (Table 1)."
+            first = f"{title} {BACKBONES[size].split('_patch')[0]} at {percent} % capacity (Table 1)."
             more = f"The paper reports {top1} % at {gmacs} GMACs."
-            found[name] = _named(name, replace(amod(), backbone=_BACKBONES[size], policy=policy), first, "IMAGENET", more)
+            found[name] = _named(
+                name, replace(amod(), backbone=BACKBONES[size], policy=policy), first, "IMAGENET", more
+            )
     return found
 
 
@@ -104,25 +105,25 @@ def _cars() -> dict[str, Callable[[], TrainConfig]]:
             f"static-isoflop-cars-{size}": ("static:share=0.76", "The isoFLOP model"),
         }
         for name, (policy, title) in variants.items():
-            first = f"{title}, {_BACKBONES[size].split('_patch')[0]} on Stanford Cars (Fig. 3)."
+            first = f"{title}, {BACKBONES[size].split('_patch')[0]} on Stanford Cars (Fig. 3)."
             more = "The paper prints no numbers; with the first four layers dense A-MoD matches isoFLOP there."
-            config = replace(amod(), backbone=_BACKBONES[size], policy=policy)
-            found[name] = _named(name, config, first, "CARS", more)
+            config = replace(amod(), backbone=BACKBONES[size], policy=policy)
+            found[name] = _named(name, config, first, "--data CARS --weights WEIGHTS", more)
     return found
 
 
 def _scratch() -> dict[str, Callable[[], TrainConfig]]:
     """Table 6: training from scratch. Everything but the epochs is DeiT's recipe, since the paper prints nothing."""
-    deit = {"batch_size": 1024, "lr": 1e-3, "min_lr": 1e-5, "label_smoothing": 0.1, "random_erasing": 0.25}
-    deit |= {"mixup": 0.8, "cutmix": 1.0, "drop_path": 0.1}
+    deit = replace(amod(), batch_size=1024, lr=1e-3, min_lr=1e-5, label_smoothing=0.1, random_erasing=0.25)
+    deit = replace(deit, mixup=0.8, cutmix=1.0, drop_path=0.1)
     printed = {("small", "amod"): 76.63, ("small", "mod"): 75.90, ("base", "amod"): 73.66, ("base", "mod"): 72.47}
     found = {}
     for (size, policy), top1 in printed.items():
         name, epochs = f"{policy}-scratch-{size}", {"small": 300, "base": 160}[size]
-        config = replace(amod(), backbone=_BACKBONES[size], policy=f"{policy}:capacity=0.5", epochs=epochs, **deit)
-        first = f"{policy} on {_BACKBONES[size].split('_patch')[0]} from scratch, {epochs} epochs (Table 6)."
+        config = replace(deit, backbone=BACKBONES[size], policy=f"{policy}:capacity=0.5", epochs=epochs)
+        first = f"{policy} on {BACKBONES[size].split('_patch')[0]} from scratch, {epochs} epochs (Table 6)."
         more = f"The paper reports {top1} %, at a capacity that it does not print."
-        found[name] = _named(name, config, first, "IMAGENET", more)
+        found[name] = _named(name, config, first, "--data IMAGENET", more)
     return found
 
 
