@@ -88,9 +88,8 @@ def _table_1() -> dict[str, Callable[[], TrainConfig]]:
         for name, policy, title, (gmacs, top1) in zip(names, policies, titles, printed, strict=True):
             first = f"{title} {BACKBONES[size].split('_patch')[0]} at {percent} % capacity (Table 1)."
             more = f"The paper reports {top1} % at {gmacs} GMACs."
-            found[name] = _named(
-                name, replace(amod(), backbone=BACKBONES[size], policy=policy), first, "IMAGENET", more
-            )
+            config = replace(amod(), backbone=BACKBONES[size], policy=policy)
+            found[name] = _named(name, config, first, "--data IMAGENET --weights WEIGHTS", more)
     return found
 
 
@@ -121,7 +120,8 @@ def _scratch() -> dict[str, Callable[[], TrainConfig]]:
     for (size, policy), top1 in printed.items():
         name, epochs = f"{policy}-scratch-{size}", {"small": 300, "base": 160}[size]
         config = replace(deit, backbone=BACKBONES[size], policy=f"{policy}:capacity=0.5", epochs=epochs)
-        first = f"{policy} on {BACKBONES[size].split('_patch')[0]} from scratch, {epochs} epochs (Table 6)."
+        title = {"amod": "A-MoD", "mod": "MoD"}[policy]
+        first = f"{title} on {BACKBONES[size].split('_patch')[0]} from scratch, {epochs} epochs (Table 6)."
         more = f"The paper reports {top1} %, at a capacity that it does not print."
         found[name] = _named(name, config, first, "--data IMAGENET", more)
     return found

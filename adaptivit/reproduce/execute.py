@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,24 @@ def execute(config: ReproduceConfig) -> list[Row]:
     jobs, console = plan(config), Console(stderr=True)
     report_images(compare_config(jobs[0]), jobs[0].seed)  # what is wrong with the data is said before anything runs
     _keep_out_of_git(Path(config.work))
-    table = TABLES[config.table]
     batch = _Batch(config, jobs, console)
     try:
         batch.run()
     finally:
-        rows = [batch.rows[job.key] | {"method": job.name} for job in jobs if job.key in batch.rows]
-        if rows:
-            write(config, table, jobs, rows)
+        rows = _report(config, batch.rows)
     screen(rows)
+    return [batch.rows[job.key] | {"method": job.name} for job in jobs]
+
+
+def _report(config: ReproduceConfig, found: dict[str, Row]) -> list[Row]:
+    """Write the results: what this call found, and rows of the table that other calls have finished."""
+    table = TABLES[config.table]
+    everything = replace(config, only=(), seeds=tuple({*table.seeds, *config.seeds}), dry_run=True)
+    jobs = plan(everything)
+    known = {job.key: found.get(job.key) or finished(job) for job in jobs}
+    rows = [row | {"method": job.name} for job in jobs if (row := known[job.key]) is not None]
+    if rows:
+        write(config, table, jobs, rows)
     return rows
 
 
@@ -60,6 +69,20 @@ def finished(job: Job) -> Row | None:
 def _keep_out_of_git(work: Path) -> None:
     if not (work / ".gitignore").exists():
         write_text(work / ".gitignore", "*\n")
+
+
+def launch(job: Job, at_a_time: int) -> subprocess.Popen[bytes]:
+    """Start the process of a job; it ends when its standard input is closed, so also when this process dies."""
+    spec = job.row.with_suffix(".job")
+    write_json(spec, asdict(job))
+    root = str(Path(__file__).parents[2])  # a checkout that was not installed
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    threads = str(max(1, (os.cpu_count() or 1) // at_a_time))
+    environment = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("ab") as log:
+        words = [sys.executable, "-m", "adaptivit.reproduce.job", str(spec)]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
 
 
 @dataclass
@@ -99,22 +122,10 @@ class _Batch:
         busy = {other.training.out for other, _ in self.running.values()}
         if len(self.running) >= self.config.jobs or job.training.out in busy:
             return False
-        spec = job.row.with_suffix(".job")
-        write_json(spec, asdict(job))
         job.row.unlink(missing_ok=True)
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as log:
-            words = [sys.executable, "-m", "adaptivit.reproduce.job", str(spec)]
-            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment())
-        self.running[job.key] = job, process
+        self.running[job.key] = job, launch(job, self.config.jobs)
         self._say(job, f"started, log {job.log}")
         return True
-
-    def _environment(self) -> dict[str, str]:
-        root = str(Path(__file__).parents[2])  # a checkout that was not installed
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        threads = str(max(1, (os.cpu_count() or 1) // self.config.jobs))
-        return {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def _collect(self) -> None:
         """Wait a little; take the results of jobs that have ended."""
