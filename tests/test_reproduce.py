@@ -407,7 +407,7 @@ def test_as_many_at_a_time_as_asked_for(
 
 
 # -- processes of their own -----------------------------------------------------------------------------------------
-def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 300) -> Any:
     end = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < end, "nothing came"
@@ -422,9 +422,11 @@ def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Pat
     log = tmp_path / "said.txt"
     with log.open("wb") as file:
         parent = subprocess.Popen([*command, *stand_in], stdout=file, stderr=file)
-    place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    try:
+        place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
     spec = next((tmp_path / "work" / "rows").glob("*.job"))
     wait_for(lambda: not _alive(str(spec)))
     assert not list((tmp_path / "work" / "rows").glob("*.json"))
@@ -443,7 +445,7 @@ def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Pat
     assert steps[-1] == 2 * epochs
     assert (place / "model").is_dir()
     # the command itself finds the row that was finished under its key
-    again = subprocess.run([*command, *stand_in], capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run([*command, *stand_in], capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 0, again.stderr
     assert "finished before, not run again" in again.stderr
 
