@@ -45,7 +45,7 @@ class RecipesConfig:
     Example: adaptivit recipes aht-balanced
     """
 
-    name: Annotated[str, tyro.conf.Positional] = ""
+    name: Annotated[str | None, tyro.conf.Positional] = None
     """A recipe; none to list them."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,6 @@ from rich.console import Console
 
 from ..compare_results import Row, as_row, read_correct
 from ..files import write_json, write_text
-from . import TABLES
 from .plan import Job, ReproduceConfig, plan
 from .report import screen, write
 
@@ -47,7 +46,7 @@ def execute(config: ReproduceConfig) -> list[Row]:
 
 def _report(config: ReproduceConfig, found: dict[str, Row]) -> list[Row]:
     """Write the results: what this call found, and rows of the table that other calls have finished."""
-    table = TABLES[config.table]
+    table = config.what
     everything = replace(config, only=(), seeds=tuple({*table.seeds, *config.seeds}), dry_run=True)
     jobs = plan(everything)
     known = {job.key: found.get(job.key) or finished(job) for job in jobs}

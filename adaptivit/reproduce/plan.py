@@ -41,7 +41,7 @@ class ReproduceConfig:
     Example: adaptivit reproduce cifar100-main --data cifar100.npz --weights deit_tiny.safetensors --jobs 4
     """
 
-    table: Annotated[str, tyro.conf.Positional] = ""
+    table: Annotated[str | None, tyro.conf.Positional] = None
     """Name of the table; none to list them."""
     data: str | None = None
     """The data that the table is about, as for train."""
@@ -87,6 +87,11 @@ class ReproduceConfig:
         self.changes()
 
     @property
+    def what(self) -> Table:
+        assert self.table is not None
+        return TABLES[self.table]
+
+    @property
     def directory(self) -> Path:
         return Path(self.out or f"runs/reproduce/{self.table}")
 
@@ -105,7 +110,7 @@ class ReproduceConfig:
 
     def command(self) -> str:
         """The command line that says the same."""
-        words = ["adaptivit", "reproduce", self.table]
+        words = ["adaptivit", "reproduce", self.what.name]
         for f in dataclasses.fields(self)[1:]:
             value = getattr(self, f.name)
             if f.name != "dry_run" and value != f.default:
@@ -151,7 +156,7 @@ class Job:
 
 def plan(config: ReproduceConfig) -> list[Job]:
     """Every row in the order in which it is run."""
-    table = TABLES[config.table]
+    table = config.what
     chosen = _chosen(table, config.only)
     jobs: list[Job] = []
     for seed in dict.fromkeys(config.seeds or table.seeds):

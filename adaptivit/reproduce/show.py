@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from rich import box
@@ -22,7 +21,7 @@ def listing() -> None:
     for name in ("table", "what", "corresponds to", "runs", "epochs", "time"):
         grid.add_column(name, overflow="fold", no_wrap=name == "table", justify="right" if name == "epochs" else "left")
     for table in TABLES.values():
-        jobs = plan(dataclasses.replace(ReproduceConfig(), table=table.name, dry_run=True))
+        jobs = plan(ReproduceConfig(table=table.name, dry_run=True))
         runs = f"{len(table.runs)}" + (f" x {len(table.seeds)} seeds" if len(table.seeds) > 1 else "")
         cells = (table.name, table.title, table.source, runs, str(_epochs(jobs)), table.time or "not run by us yet")
         grid.add_row(*map(Text, cells))
@@ -36,7 +35,7 @@ def _epochs(jobs: Sequence[Job]) -> int:
 
 def dry_run(config: ReproduceConfig, done: Sequence[bool]) -> None:
     """The rows that a call would run; `done` says which are finished."""
-    table, jobs = TABLES[config.table], plan(config)
+    table, jobs = config.what, plan(config)
     print(f"{table.name}: {table.title} ({table.source})")
     print(f"data: {config.data or table.data}")
     print(f"protocol: {table.protocol}\n")
