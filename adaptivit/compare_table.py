@@ -73,9 +73,8 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"
 
 
-def screen(rows: Sequence[Row]) -> Table:
+def screen(rows: Sequence[Row], title: str = "every method under the same recipe, cheapest first") -> Table:
     """The table for 120 columns, results.md without the intervals of top-1 alone; in fewer only methods wrap."""
-    title = "every method under the same recipe, cheapest first"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in headings(rows):
         if name == "method":

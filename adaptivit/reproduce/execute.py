@@ -40,7 +40,7 @@ def execute(config: ReproduceConfig) -> list[Row]:
         batch.run()
     finally:
         rows = _report(config, batch.rows)
-    screen(rows)
+    screen(config.what, rows)
     return [batch.rows[job.key] | {"method": job.name} for job in jobs]
 
 

@@ -109,11 +109,11 @@ class ReproduceConfig:
         return found
 
     def command(self) -> str:
-        """The command line that says the same."""
+        """The command line that makes the whole table."""
         words = ["adaptivit", "reproduce", self.what.name]
         for f in dataclasses.fields(self)[1:]:
             value = getattr(self, f.name)
-            if f.name != "dry_run" and value != f.default:
+            if f.name not in ("only", "dry_run") and value != f.default:
                 several = value if isinstance(value, tuple) else (value,)
                 words += ["--" + f.name.replace("_", "-"), *map(str, several)]
         return shlex.join(words)

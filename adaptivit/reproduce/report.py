@@ -128,9 +128,9 @@ def _curves(table: Table, jobs: Sequence[Job]) -> list[Curve]:
     return found
 
 
-def screen(rows: Sequence[Row]) -> None:
+def screen(table: Table, rows: Sequence[Row]) -> None:
     """The table and the failures on the screen."""
     console = Console(width=None if Console().is_terminal else 120)
-    console.print(table_of(rows))
+    console.print(table_of(rows, f"{table.title}, cheapest first"))
     for line in failures(rows):
         console.print(line, markup=False, highlight=False)
