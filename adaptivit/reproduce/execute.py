@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def execute(config: ReproduceConfig) -> list[Row]:
     jobs, console = plan(config), Console(stderr=True)
     report_images(compare_config(jobs[0]), jobs[0].seed)  # what is wrong with the data is said before anything runs
     _keep_out_of_git(Path(config.work))
-    batch = _Batch(config, jobs, console)
+    batch = _Batch(config, jobs, console, lambda found: _report(config, found, plots=False))
     try:
         batch.run()
     finally:
@@ -44,7 +45,7 @@ def execute(config: ReproduceConfig) -> list[Row]:
     return [batch.rows[job.key] | {"method": job.name} for job in jobs]
 
 
-def _report(config: ReproduceConfig, found: dict[str, Row]) -> list[Row]:
+def _report(config: ReproduceConfig, found: dict[str, Row], plots: bool = True) -> list[Row]:
     """Write the results: what this call found, and rows of the table that other calls have finished."""
     table = config.what
     everything = replace(config, only=(), seeds=tuple({*table.seeds, *config.seeds}), dry_run=True)
@@ -52,7 +53,7 @@ def _report(config: ReproduceConfig, found: dict[str, Row]) -> list[Row]:
     known = {job.key: found.get(job.key) or finished(job) for job in jobs}
     rows = [row | {"method": job.name} for job in jobs if (row := known[job.key]) is not None]
     if rows:
-        write(config, table, jobs, rows)
+        write(config, table, jobs, rows, plots)
     return rows
 
 
@@ -91,6 +92,7 @@ class _Batch:
     config: ReproduceConfig
     jobs: list[Job]
     console: Console
+    report: Callable[[dict[str, Row]], Any]  # called whenever a row has come
     rows: dict[str, Row] = field(default_factory=dict)  # by key; failed ones too
     running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = field(default_factory=dict)
 
@@ -140,6 +142,7 @@ class _Batch:
                 self._say(job, f"top-1 {float(row['top1']):.2f} %, {float(row['gmacs']):.4g} GMACs")
             else:
                 self._failed(job, _reason(job, process.returncode))
+            self.report(self.rows)
 
     def _failed(self, job: Job, reason: str) -> None:
         known = {"model": job.training.backbone, "method": job.name, "seed": job.seed, "recipe": job.key}

@@ -22,8 +22,8 @@ from .run import Table
 Jobs = Mapping[tuple[str, str], Job]  # by name and seed
 
 
-def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list[Row]) -> None:
-    """All files of OUT; the rows get their paired differences and what the paper reports."""
+def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list[Row], plots: bool) -> None:
+    """All files of OUT, without plots where more is to come; the rows get their paired differences."""
     out, known = config.directory, {(job.name, str(job.seed)): job for job in jobs}
     add_differences(rows, table.reference, lambda row: read_correct(known[row["method"], row["seed"]].correct))
     papers = [row | {"paper": known[row["method"], row["seed"]].paper} for row in rows]
@@ -31,10 +31,10 @@ def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list
     good = [row for row in rows if row["status"] == "ok"]
     curves = _curves(table, jobs) if table.curves else []
     write_text(out / "results.md", markdown(config, table, known, rows, bool(curves)))
-    if good:
+    if good and plots:
         detail = f"{table.name}, {int(good[0]['images']):,} images"
         write_bytes(out / "pareto.png", pareto(points(good), detail=detail, reference=table.reference))
-    if curves:
+    if curves and plots:
         columns = ("method", "seed", "epoch", *table.curves)
         write_rows(out / "curves.csv", [point for curve in curves for point in curve.rows()], columns)
         write_bytes(out / "curves.png", draw(curves, table.curves, table.title))
