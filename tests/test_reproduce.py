@@ -399,7 +399,7 @@ def test_as_many_at_a_time_as_asked_for(
 
     monkeypatch.setattr(execute, "launch", lambda job, at_a_time: Slow(job))
     monkeypatch.setattr(execute, "read_correct", lambda path: path.exists() or None)
-    monkeypatch.setattr(execute, "_report", lambda *given: [])
+    monkeypatch.setattr(execute, "_report", lambda *given, **more: [])
     monkeypatch.setattr(execute, "screen", lambda *given: None)
     monkeypatch.setattr(execute, "_POLL", 0.0)
     assert run(*words("tiny", small, tmp_path), "--jobs", 3, "--device", "cpu") == 1
