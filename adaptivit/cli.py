@@ -16,6 +16,8 @@ from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
 from .config import EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
+from .recipes import RecipesConfig
+from .reproduce.plan import ReproduceConfig
 from .settings import SETTINGS, describe
 from .sweep_config import SweepConfig, from_recipe
 
@@ -23,6 +25,8 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
     "train": (TrainConfig, "fine-tune a backbone into an adaptive model"),
     "compare": (CompareConfig, "many methods under one recipe: table, CSV and Pareto plot"),
+    "recipes": (RecipesConfig, "every recipe, or one with all its settings"),
+    "reproduce": (ReproduceConfig, "run a table or figure of ours or of a paper again"),
     "sweep": (SweepConfig, "search over settings on the validation images"),
     "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
@@ -31,7 +35,7 @@ _COMMANDS: dict[str, tuple[type, str]] = {
 
 # Flags with several values.
 _LISTS = (
-    *("--methods", "--seeds", "--space"),
+    *("--methods", "--seeds", "--space", "--only", "--set"),
     *("--backbones", "--policies", "--profile", "--layouts", "--batch-sizes", "--dtypes", "--static-modes"),
 )
 
@@ -132,12 +136,9 @@ def _policies() -> str:
 
 
 def _recipes(how: str) -> str:
-    from .recipes import RECIPES
+    from .recipes import listing
 
-    lines = [f"recipes ({how})"]
-    for name, make in RECIPES.items():
-        lines.append(f"  {name}: {(make.__doc__ or '').splitlines()[0]}")
-    return "\n".join(lines) + "\n"
+    return f"recipes ({how})\n{listing()}\n"
 
 
 def _runner(command: str) -> Callable[[Any], None]:
@@ -149,6 +150,14 @@ def _runner(command: str) -> Callable[[Any], None]:
         from .sweep import sweep
 
         return sweep
+    if command == "recipes":
+        from .recipes import show
+
+        return show
+    if command == "reproduce":
+        from .reproduce.command import reproduce
+
+        return reproduce
     from . import commands
 
     run: Callable[[Any], None] = getattr(commands, command)

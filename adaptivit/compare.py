@@ -11,6 +11,7 @@ import os
 import platform
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,26 @@ def run(config: CompareConfig) -> list[Row]:
 
 def _run_one(config: CompareConfig, entry: Entry, results: Results, console: Console) -> None:
     """Train and evaluate one method; whatever goes wrong is written into its row."""
+    row, result, text = measure(config, entry, console)
+    results.put(row, result)
+    if text:
+        write_text(results.path / "errors" / f"{slug(entry.method, entry.seed)}.txt", text)
+    if result is None:
+        console.print(f"  failed: {row['reason']}", markup=False, style="red")
+    else:
+        console.print(f"  top-1 {result.top1:.2f} %, {result.gmacs:.4g} GMACs", markup=False, highlight=False)
+
+
+def measure(
+    config: CompareConfig,
+    entry: Entry,
+    console: Console,
+    adjust: Callable[[AdaptiveViT], dict[str, Any]] | None = None,
+) -> tuple[dict[str, Any], Result | None, str]:
+    """Train where there are epochs to train, and evaluate: (row, result or nothing, text of an unexpected error).
+
+    adjust: changes the model before it is evaluated; what it returns goes into the row.
+    """
     row = _head(config, entry)
     try:
         begun, resumed = time.perf_counter(), (entry.run / "config.json").exists()
@@ -68,16 +89,14 @@ def _run_one(config: CompareConfig, entry: Entry, results: Results, console: Con
             if not resumed:  # a part of the time was spent in another call
                 row["seconds_training"] = round(time.perf_counter() - begun, 1)
         model = model_of(config, entry).to(device_of(config.device))
+        if adjust is not None:
+            row |= adjust(model)
         result = _evaluate(config, entry, model, console)
     except Exception as error:
-        reason = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
-        results.put(row | {"status": "failed", "reason": reason})
-        if not isinstance(error, UserError):
-            write_text(results.path / "errors" / f"{slug(entry.method, entry.seed)}.txt", traceback.format_exc())
-        console.print(f"  failed: {reason}", markup=False, style="red")
-    else:
-        results.put(row | _figures(model, result), result)
-        console.print(f"  top-1 {result.top1:.2f} %, {result.gmacs:.4g} GMACs", markup=False, highlight=False)
+        known = isinstance(error, UserError)
+        reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
+        return row | {"status": "failed", "reason": reason}, None, "" if known else traceback.format_exc()
+    return row | _figures(model, result), result, ""
 
 
 def _evaluate(config: CompareConfig, entry: Entry, model: AdaptiveViT, console: Console) -> Result:

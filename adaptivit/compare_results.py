@@ -11,7 +11,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,25 +70,19 @@ class Results:
 
     def put(self, values: Mapping[str, Any], result: Result | None = None) -> None:
         """Add a row, or replace the one of the same method and seed; what differs from static is worked out anew."""
-        row = {name: _cell(values.get(name)) for name in COLUMNS} | {"recipe": self.recipe}
+        row = as_row(values) | {"recipe": self.recipe}
         if result is not None:
-            buffer = io.BytesIO()
-            np.savez_compressed(buffer, correct=np.array(result.correct), indices=np.array(result.indices))
-            write_bytes(self._correct(row["method"], int(row["seed"])), buffer.getvalue())
+            keep_correct(self._correct(row["method"], int(row["seed"])), result)
         same = [i for i, r in enumerate(self.rows) if (r["method"], r["seed"]) == (row["method"], row["seed"])]
         if same:
             self.rows[same[0]] = row
         else:
             self.rows.append(row)
-        self._differences()
+        add_differences(self.rows, self.reference, self.recall)
         self.write()
 
     def write(self) -> None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_text(self.path / "results.csv", text.getvalue())
+        write_rows(self.path / "results.csv", self.rows)
 
     def good(self) -> list[Row]:
         return [row for row in self.rows if row["status"] == "ok"]
@@ -96,32 +90,57 @@ class Results:
     def recall(self, row: Row) -> Result | None:
         """The row's result as far as a paired difference needs it: which images it got right. Nothing where the file
         is missing or damaged; the row is then run again."""
-        path = self._correct(row["method"], int(row["seed"]))
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                correct, indices = file["correct"].tolist(), file["indices"].tolist()
-        except Exception:  # a damaged archive can raise anything
-            return None
-        top1 = 100 * sum(correct) / len(correct)
-        unknown: dict[str, Any] = dict.fromkeys(("top5", "gmacs", "gmacs_blocks", "gmacs_static"), math.nan)
-        unknown |= {"mean_depth": math.nan, "live": [], "live_mlp": [], "layout": "", "images_per_second": math.nan}
-        return Result(len(correct), 0, top1, **unknown, correct=correct, indices=indices)
+        return read_correct(self._correct(row["method"], int(row["seed"])))
 
     def _correct(self, method: str, seed: int) -> Path:
         return self.path / "correct" / f"{slug(method, seed)}.npz"
 
-    def _differences(self) -> None:
-        """Every row against the reference of its seed, on the same images."""
-        references = {r["seed"]: self.recall(r) for r in self.good() if r["method"] == self.reference}
-        for row in self.good():
-            reference = references.get(row["seed"])
-            if reference is None or row["method"] == self.reference:
-                continue
-            own = self.recall(row)
-            if own is not None:
-                mean, half, _ = paired_difference(own, reference)
-                found = {"difference": mean, "difference_ci95": half, "compared_to": self.reference}
-                row.update({k: _cell(v) for k, v in found.items()})
+
+def as_row(values: Mapping[str, Any]) -> Row:
+    return {name: _cell(values.get(name)) for name in COLUMNS}
+
+
+def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def keep_correct(path: Path, result: Result) -> None:
+    """Which images a model got right, in a small file."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, correct=np.array(result.correct), indices=np.array(result.indices))
+    write_bytes(path, buffer.getvalue())
+
+
+def read_correct(path: Path) -> Result | None:
+    """That file as far as a paired difference needs it; nothing where it is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            correct, indices = file["correct"].tolist(), file["indices"].tolist()
+    except Exception:  # a damaged archive can raise anything
+        return None
+    top1 = 100 * sum(correct) / len(correct)
+    unknown: dict[str, Any] = dict.fromkeys(("top5", "gmacs", "gmacs_blocks", "gmacs_static"), math.nan)
+    unknown |= {"mean_depth": math.nan, "live": [], "live_mlp": [], "layout": "", "images_per_second": math.nan}
+    return Result(len(correct), 0, top1, **unknown, correct=correct, indices=indices)
+
+
+def add_differences(rows: Sequence[Row], reference: str, recall: Callable[[Row], Result | None]) -> None:
+    """Every row against the reference of its seed, on the same images."""
+    good = [row for row in rows if row["status"] == "ok"]
+    references = {row["seed"]: recall(row) for row in good if row["method"] == reference}
+    for row in good:
+        static = references.get(row["seed"])
+        if static is None or row["method"] == reference:
+            continue
+        own = recall(row)
+        if own is not None:
+            mean, half, _ = paired_difference(own, static)
+            found = {"difference": mean, "difference_ci95": half, "compared_to": reference}
+            row.update({k: _cell(v) for k, v in found.items()})
 
 
 def _same(path: Path, new: dict[str, Any]) -> None:

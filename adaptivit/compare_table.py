@@ -73,9 +73,8 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"
 
 
-def screen(rows: Sequence[Row]) -> Table:
+def screen(rows: Sequence[Row], title: str = "every method under the same recipe, cheapest first") -> Table:
     """The table for 120 columns, results.md without the intervals of top-1 alone; in fewer only methods wrap."""
-    title = "every method under the same recipe, cheapest first"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in headings(rows):
         if name == "method":
@@ -96,19 +95,19 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def markdown(rows: Sequence[Row], config: CompareConfig) -> str:
     """A Markdown table with its caption; below it, with several seeds, mean and spread of each method."""
-    text = ["# Comparison", "", *_grid(headings(rows), [list(line.values()) for line in lines(rows)]), ""]
+    text = ["# Comparison", "", *grid(headings(rows), [list(line.values()) for line in lines(rows)]), ""]
     text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
     text += _caption(rows, config)
-    means = _means(rows)
-    if means:
+    several = means(rows)
+    if several:
         text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
-        text += _grid(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], means)
+        text += grid(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
     if any(row["status"] == "ok" for row in rows):
         text += ["", "![Accuracy against cost](pareto.png)"]
     return "\n".join(text) + "\n"
 
 
-def _grid(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def grid(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     rows = [[cell.replace("|", "\\|") for cell in cells] for cells in body]
     rule = ["---" if name == "method" else "---:" for name in names]
     return ["| " + " | ".join(cells) + " |" for cells in (names, rule, *rows)]
@@ -155,7 +154,7 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def _means(rows: Sequence[Row]) -> list[list[str]]:
+def means(rows: Sequence[Row]) -> list[list[str]]:
     """Mean and spread of every method that has several seeds, cheapest first."""
     found = []
     for method, group in _groups(rows).items():

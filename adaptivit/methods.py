@@ -60,13 +60,17 @@ def _recipe(policy: str, name: str | None) -> TrainConfig:
         name = recipes.DEFAULTS.get(policy)
         if name is None:
             return TrainConfig(data="", policy=policy)
-    fitting = [known for known in recipes.RECIPES if recipes.get(known).policy.partition(":")[0] == policy]
     for known in (f"{policy}-{name}", name):
-        if known in fitting:
+        if known in recipes.RECIPES and _trains(known, policy):
             return recipes.get(known)
     if name[:1].isdigit():
         raise UserError(f"method {policy!r}: settings are written key=value and lists 3+6, got {name!r}.")
+    fitting = [known for known in recipes.RECIPES if _trains(known, policy)]
     raise unknown(f"recipe of method {policy!r}:", name, [known.removeprefix(f"{policy}-") for known in fitting])
+
+
+def _trains(recipe: str, policy: str) -> bool:
+    return recipes.get(recipe).policy.partition(":")[0] == policy
 
 
 def _items(spec: str) -> dict[str, str]:

@@ -124,7 +124,7 @@ class _Routing:
     blocks: tuple[int, ...] | None = None
     """Routed blocks, e.g. 1+3+5, from 0; default: every second one."""
     first: int = 1
-    """The first of these; 5 keeps the first five dense (the later-layers variant)."""
+    """The first of these; 4 keeps the first four dense (the later-layers variant)."""
 
     def __post_init__(self) -> None:
         require(0 < self.capacity <= 1, "capacity", "a share in (0, 1]", self.capacity)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from ..config import TrainConfig
 from ..errors import UserError, unknown
@@ -13,22 +18,14 @@ from ..settings import convert, parse
 from . import aht, amod, avit, baselines, dynamicvit, evit
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    "aht-high-accuracy": aht.high_accuracy,
-    "aht-balanced": aht.balanced,
-    "aht-high-efficiency": aht.high_efficiency,
-    "aht-budget": aht.budget,
-    "avit-paper": avit.paper,
-    "avit-tiny": avit.tiny,
-    "avit-small": avit.small,
+    **aht.RECIPES,
+    **avit.RECIPES,
     "dynamicvit": dynamicvit.paper,
     "evit": evit.paper,
-    "mod": amod.mod,
-    "amod": amod.amod,
-    "act": baselines.act,
-    "confidence": baselines.confidence,
-    "similarity": baselines.similarity,
-    "pondernet": baselines.pondernet,
+    **amod.RECIPES,
+    **baselines.RECIPES,
 }
+_ALWAYS = ("backbone", "policy", "epochs", "batch_size", "lr", "weight_decay", "augment")  # shown even by default
 # The recipe whose losses a policy trains with where none is named; the others train with the task loss alone.
 DEFAULTS = {
     "aht": "aht-budget",
@@ -39,6 +36,40 @@ DEFAULTS = {
     "similarity": "similarity",
     "pondernet": "pondernet",
 }
+
+
+@dataclass(frozen=True)
+class RecipesConfig:
+    """List every recipe with a line of what it is, or show one: what is known of it and all its settings.
+
+    Example: adaptivit recipes aht-balanced
+    """
+
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    """A recipe; none to list them."""
+
+    def __post_init__(self) -> None:
+        if self.name and self.name not in RECIPES:
+            raise unknown("recipe", self.name, RECIPES)
+
+
+def listing() -> str:
+    """One line a recipe."""
+    return "\n".join(f"  {name}: {(make.__doc__ or '').splitlines()[0]}" for name, make in RECIPES.items())
+
+
+def show(config: RecipesConfig) -> None:
+    """adaptivit recipes"""
+    if not config.name:
+        print(listing())
+        return
+    make = RECIPES[config.name]
+    print(f"{config.name}: {inspect.cleandoc(make.__doc__ or '')}\n")
+    here, plain = make(), TrainConfig(data="")
+    for field in fields(here):
+        value = getattr(here, field.name)
+        if field.name in _ALWAYS or value != getattr(plain, field.name):
+            print(f"  --{field.name.replace('_', '-')} {value}")
 
 
 def get(name: str) -> TrainConfig:

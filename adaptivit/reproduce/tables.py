@@ -1,0 +1,329 @@
+"""Our own tables. Which AHT-ViT they show, its peers, and what all runs on a data set have in common: once, at the top.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .run import Run, Table
+
+# AHT-ViT in every table here: change it in this line, or in the recipe that it names.
+AHT = "aht:budget"
+# The checkpoint that serves every budget. Until training can sample budgets it is the one that was trained for -33 %.
+AHT_SAMPLED = "aht:budget,budget_share=0.67"
+# The two peers beside it in the main rows and in the front, best first.
+BEST_PEERS = ("fold", "evit")
+
+CIFAR100: Mapping[str, Any] = {
+    "backbone": "deit_tiny_patch16_224",
+    "epochs": 10,
+    "batch_size": 256,
+    "lr": 1e-4,
+    "weight_decay": 0.05,
+    "warmup_epochs": 1.0,
+    "augment": "rand",
+    "distill": 1.0,
+    "val_split": 0.1,
+}
+IMAGENET_ADAPT: Mapping[str, Any] = {
+    "backbone": "deit_tiny_patch16_224",
+    "epochs": 4,
+    "batch_size": 64,
+    "lr": 3e-5,
+    "warmup_epochs": 0.5,
+    "augment": "rand",
+    "distill": 1.0,
+    "val_split": 0.05,
+}
+DIGITS: Mapping[str, Any] = {
+    "backbone": "digits_vit",
+    "epochs": 3,
+    "batch_size": 32,
+    "lr": 1e-3,
+    "warmup_epochs": 0.5,
+    "augment": "none",
+    "distill": 1.0,
+}
+ABLATION_EPOCHS = 5
+SHARES = (0.83, 0.67, 0.52)  # AHT-ViT's three configurations: -17 %, -33 %, -48 %
+
+STATIC, TRAINED_ON = "static", "static, trained on"
+_TITLES = {
+    "aht": "AHT-ViT",
+    "avit": "A-ViT",
+    "amod": "A-MoD",
+    "mod": "MoD",
+    "dynamicvit": "DynamicViT",
+    "evit": "EViT",
+    "tome": "ToMe",
+    "fold": "fold",
+    "act": "ACT",
+    "confidence": "confidence",
+    "similarity": "similarity",
+    "pondernet": "PonderNet",
+}
+# The settings that bring a peer to a share of DeiT-T's MACs at 224 px, what it spends on deciding included. A-MoD and
+# MoD route every second block and cannot come down to 0.52.
+_AT: Mapping[str, Mapping[float, str]] = {
+    "evit": {
+        0.83: "keep=0.867",
+        0.80: "keep=0.842",
+        0.75: "keep=0.797",
+        0.67: "keep=0.718",
+        0.60: "keep=0.637",
+        0.52: "keep=0.525",
+    },
+    "dynamicvit": {
+        0.83: "keep=0.869",
+        0.80: "keep=0.846",
+        0.75: "keep=0.805",
+        0.67: "keep=0.732",
+        0.60: "keep=0.658",
+        0.52: "keep=0.561",
+    },
+    "amod": {
+        0.83: "capacity=0.609",
+        0.80: "capacity=0.553",
+        0.75: "capacity=0.446",
+        0.67: "capacity=0.279",
+        0.60: "capacity=0.121",
+    },
+    "mod": {
+        0.83: "capacity=0.68",
+        0.80: "capacity=0.624",
+        0.75: "capacity=0.522",
+        0.67: "capacity=0.355",
+        0.60: "capacity=0.203",
+    },
+    "tome": {
+        0.83: "r=5+5+6+5+5+6+5+5+6+5+5+6",
+        0.80: "r=6+6+6+7+6+6+6+7+6+6+6+7",
+        0.75: "r=7+8+8+8+7+8+8+8+7+8+8+8",
+        0.67: "r=10+10+11+10+10+11+10+10+11+10+10+11",
+        0.60: "r=12+13+12+13+12+13+13+12+13+12+13+13",
+        0.52: "r=15+15+15+16+15+15+15+16+15+15+15+16",
+    },
+}
+_MATCHED = ("aht", "avit", "act", "pondernet", "confidence", "similarity")  # their knob is set on validation images
+
+
+def adding(method: str, settings: str) -> str:
+    """The method with more settings."""
+    return f"{method}{',' if ':' in method else ':'}{settings}" if settings else method
+
+
+def saving(share: float) -> str:
+    """0.67 -> -33 %."""
+    return f"-{round(100 * (1 - share))} %"
+
+
+def at(policy: str, share: float) -> str | None:
+    """A method at a share of static's MACs on DeiT-T; nothing where it cannot get there."""
+    if policy == "aht":
+        return adding(AHT, f"budget_share={share}")
+    if policy == "fold":
+        return f"fold:budget={share}"
+    if policy == "avit":  # its prior's depth and a budget hold the cost
+        return f"avit:budget=10,budget_share={share},prior_depth={12 * share:.3g}"
+    if policy == "act":
+        return f"act:budget=10,budget_share={share}"
+    if policy in _AT:
+        setting = _AT[policy].get(share)
+        return None if setting is None else f"{policy}:{setting}"
+    return policy
+
+
+def run_at(policy: str, share: float, note: str = "", **more: Any) -> Iterable[Run]:
+    """The run of a method at a share, or none."""
+    method = at(policy, share)
+    if method is not None:
+        matched = share if policy in _MATCHED else None
+        yield Run(f"{_TITLES[policy]} {saving(share)}{note}", method, share=matched, **more)
+
+
+_FIRST = (
+    Run(STATIC, "static", change={"distill": 0.0}),
+    Run(TRAINED_ON, "static", start=STATIC),
+)
+_GOES_ON = (
+    "static is fine-tuned from --weights without distillation. Every method, static too (the row `static, trained on`, "
+    "which differences are against), then goes on from it for as many epochs under the same settings and is distilled "
+    "from it. Cost is held by each method's own means; where it has a knob (thresholds, A-ViT's gate) that is set on "
+    "up to 512 validation images, held out of the training images, so that the share of static's MACs is met. The test "
+    "images are used for the report alone."
+)
+_ABLATED = _GOES_ON.replace("as many epochs", f"{ABLATION_EPOCHS} epochs") + " One thing differs between the rows."
+_CIFAR = "CIFAR-100 as an .npz or folder with train and test"
+
+
+def _cifar(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
+    given = {"protocol": _GOES_ON, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
+    return Table(name, title, runs=(*_FIRST, *runs), **given)
+
+
+def _on(policy: str, share: float) -> tuple[Run, ...]:
+    """A method at a share, going on from the static model."""
+    return tuple(run_at(policy, share, start=STATIC))
+
+
+def _versus(shares: Iterable[float], peers: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"AHT-ViT {saving(s)}", f"{_TITLES[p]} {saving(s)}") for s in shares for p in peers if at(p, s) is not None
+    )
+
+
+def _main() -> Table:
+    peer = BEST_PEERS[0]
+    return _cifar(
+        "cifar100-main",
+        "CIFAR-100, DeiT-T at 224 px: AHT-ViT's three configurations beside static and the best peer",
+        [run for share in SHARES for policy in ("aht", peer) for run in _on(policy, share)],
+        source="AHT-ViT Tables 3 and 4 on DeiT-T",
+        seeds=(0, 1, 2),
+        pairs=_versus(SHARES, [peer]),
+    )
+
+
+def _peers() -> Table:
+    names = [policy for policy in _TITLES if policy != "aht"]
+    smaller = (
+        Run("static, 8 blocks", "static:depth=8", start=STATIC),
+        Run("static, narrower -33 %", "static:share=0.67,by=width", start=STATIC),
+    )
+    return _cifar(
+        "cifar100-peers",
+        "CIFAR-100, DeiT-T: every method once at -33 %",
+        [*(run for policy in ("aht", *names) for run in _on(policy, 0.67)), *smaller],
+        pairs=(*_versus([0.67], names), *(("AHT-ViT -33 %", run.name) for run in smaller)),
+    )
+
+
+def _front() -> Table:
+    shares = (0.83, 0.75, 0.67, 0.60, 0.52)
+    return _cifar(
+        "cifar100-front",
+        "CIFAR-100, DeiT-T: the front of AHT-ViT and the two best peers, five budgets",
+        [run for share in shares for policy in ("aht", *BEST_PEERS) for run in _on(policy, share)],
+        source="AHT-ViT Fig. 3 on DeiT-T",
+        pairs=_versus(shares, BEST_PEERS),
+    )
+
+
+def _one_checkpoint() -> Table:
+    shares, one = (0.83, 0.75, 0.67, 0.60, 0.52), "AHT-ViT, one checkpoint"
+    along = [
+        Run(f"one checkpoint {saving(s)}", AHT_SAMPLED, start=one, train=False, share=s, change={"distill": 0.0})
+        for s in shares
+    ]
+    return _cifar(
+        "cifar100-one-checkpoint",
+        "CIFAR-100, DeiT-T: one AHT-ViT at every budget beside models trained for it",
+        [Run(one, AHT_SAMPLED, start=STATIC), *along, *(run for s in shares for run in _on("aht", s))],
+        pairs=tuple((f"one checkpoint {saving(s)}", f"AHT-ViT {saving(s)}") for s in shares),
+        protocol=_GOES_ON + " `one checkpoint` is trained once; its threshold alone differs between its rows.",
+    )
+
+
+def _imagenet_adapt() -> Table:
+    runs = [Run(STATIC, "static", train=False), Run("static, adapted", "static")]
+    for share in (0.80, 0.67, 0.60, 0.52):
+        for policy in ("aht", "avit", "amod", "dynamicvit", "evit", "tome", "fold"):
+            runs += run_at(policy, share, ", no training", train=False)
+            runs += run_at(policy, share, ", adapted")
+    shares = (0.80, 0.67, 0.60, 0.52)
+    versus = [
+        (f"AHT-ViT {saving(s)}, adapted", f"{_TITLES[p]} {saving(s)}, adapted")
+        for s in shares
+        for p in ("avit", "amod", "dynamicvit", "evit", "tome", "fold")
+        if at(p, s) is not None
+    ]
+    return Table(
+        "imagenet-adapt",
+        "ImageNet, DeiT-T: every method at four budgets, as it is and adapted on 3 images a class",
+        "All start from --weights, the public DeiT-T, and are distilled from it. `no training` is the policy on these "
+        "weights. Knobs are set on validation images held out of `train`. The report is on `test` alone.",
+        tuple(runs),
+        "a folder with train/ (imagenet/adapt) and test/ (imagenet/eval)",
+        shared=IMAGENET_ADAPT,
+        reference=STATIC,
+        pairs=tuple(versus),
+    )
+
+
+def _digits() -> Table:
+    methods = {
+        "AHT-ViT": adding(AHT, "budget_share=0.5"),
+        "A-ViT": "avit",
+        "EViT": "evit:keep=0.6",
+        "fold": "fold:budget=0.5",
+    }
+    return Table(
+        "digits",
+        "Handwritten digits: four methods at about half the work, on a CPU and without a file",
+        _GOES_ON.partition(" Cost is held")[0]
+        + " Knobs are left alone. The test digits are used for the report alone.",
+        (*_FIRST, *(Run(name, method, start=STATIC) for name, method in methods.items())),
+        "digits",
+        shared=DIGITS,
+        reference=TRAINED_ON,
+    )
+
+
+def _ablation(name: str, what: str, variants: Mapping[str, str], share: float | None = 0.67, **more: Any) -> Table:
+    """Variants of AHT-ViT at -33 %: name -> settings."""
+    short = {"epochs": ABLATION_EPOCHS}
+    base = adding(AHT, "budget_share=0.67")
+    runs = [_FIRST[0], Run(TRAINED_ON, "static", start=STATIC, change=short)]
+    runs += [Run(k, adding(base, v), start=STATIC, change=short, share=share) for k, v in variants.items()]
+    given: dict[str, Any] = {"protocol": _ABLATED, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON}
+    given |= {"source": "left open by AHT-ViT"} | more
+    return Table(f"ablation-{name}", f"AHT-ViT at -33 % on CIFAR-100, DeiT-T: {what}", runs=tuple(runs), **given)
+
+
+def _values(key: str, values: Iterable[Any], title: str = "") -> dict[str, str]:
+    return {f"{title or key} {value}": f"{key}={value}" for value in values}
+
+
+OURS: tuple[Table, ...] = (
+    _digits(),
+    _main(),
+    _peers(),
+    _front(),
+    _one_checkpoint(),
+    _imagenet_adapt(),
+    _ablation(
+        "threshold",
+        "the threshold T",
+        _values("threshold", (0.8, 0.9, 1.0, 1.1, 1.2), "T"),
+        share=None,  # T is the knob itself
+        protocol=_ABLATED.partition(" Cost is held")[0] + " The budget loss holds the cost; no knob is set afterwards.",
+    ),
+    _ablation("sigma", "the width of the planned depth's distribution", _values("sigma", (0.5, 0.7, 1.0, 1.4, 2.0))),
+    _ablation("stages", "where the planners sit", _values("stages", ("3", "6", "3+6+9", "2+4+6+8+10"))),
+    _ablation(
+        "planner",
+        "the planners' width and context",
+        _values("planner_width", (0.25, 0.5, 1.0)) | _values("planner_context", ("class", "none")),
+    ),
+    _ablation(
+        "feature",
+        "what the supervisor reads",
+        _values("feature", ("fc1", "gelu", "residual", "received", "class_row")),
+    ),
+    _ablation("mass", "how P_actual is made of the scores", _values("mass", ("act", "hazard", "crossing"))),
+    _ablation(
+        "kl",
+        "the direction of the KL, and whom it teaches",
+        _values("kl", ("actual_target", "target_actual")) | _values("detach", ("target", "actual")),
+    ),
+    _ablation(
+        "target-depth",
+        "with and without the target-depth loss",
+        _values("target_depth", (0.0, 0.1, 0.5, 1.0), "lambda_t"),
+        source="AHT-ViT Table 5 on DeiT-T",
+        seeds=(0, 1, 2),
+    ),
+)

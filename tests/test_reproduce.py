@@ -1,0 +1,464 @@
+"""Tables as lists of runs: what is planned, what runs, what is not run again, what a failure and a kill leave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from test_cli import static
+from test_compare import small
+from test_data import refused, run
+
+import adaptivit
+from adaptivit import settings
+from adaptivit.compare_results import read_correct
+from adaptivit.errors import UserError
+from adaptivit.evaluate import paired_difference
+from adaptivit.files import write_json
+from adaptivit.methods import full_spec
+from adaptivit.recipes import RECIPES
+from adaptivit.reproduce import TABLES, Run, Table, execute, tables
+from adaptivit.reproduce import job as job_module
+from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
+
+_ = small  # a fixture
+TINY = Table(
+    "tiny",
+    "A table for tests",
+    "Everything goes on from static.",
+    (
+        Run("static", "static", change={"distill": 0.0}, paper="50 / 0.1"),
+        Run("trained on", "static", start="static"),
+        Run("EViT", "evit:keep=0.5", start="static"),
+        Run("AHT-ViT", "aht:budget", start="static"),
+        Run("AHT-ViT, 70 %", "aht:budget", start="AHT-ViT", train=False, share=0.7),
+        Run("broken", "aht:stages=99", start="static"),
+        Run("goes on from broken", "aht", start="broken"),
+    ),
+    "a small .npz",
+    shared={"epochs": 2, "lr": 1e-5, "augment": "none", "distill": 1.0, "batch_size": 8}
+    | {"backbone": "test_vit", "img_size": 32},
+    reference="trained on",
+    pairs=(("AHT-ViT", "EViT"), ("EViT", "broken")),
+    curves=("top1", "mean_depth"),
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Table:
+    monkeypatch.setitem(TABLES, "tiny", TINY)
+    return TINY
+
+
+class Done:
+    """A process that has ended."""
+
+    stdin = None
+
+    def __init__(self, code: int = 0) -> None:
+        self.returncode = code
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Jobs run in this process, at once; the names of those that were launched."""
+    names: list[str] = []
+
+    def launch(job: Job, at_a_time: int) -> Done:
+        names.append(job.name)
+        again = job_module.read(_spec(job))
+        assert again == job  # a job survives its way through a file
+        return Done(0 if job_module.run(again)["status"] == "ok" else 1)
+
+    monkeypatch.setattr(execute, "launch", launch)
+    return names
+
+
+def _spec(job: Job) -> str:
+    path = job.row.with_suffix(".job")
+    write_json(path, asdict(job))
+    return str(path)
+
+
+def words(table: str, small: Path, where: Path) -> tuple[Any, ...]:
+    return ("reproduce", table, "--data", small, "--weights", "none", "--out", where / "out", "--work", where / "work")
+
+
+def rows_of(where: Path) -> dict[tuple[str, int], dict[str, str]]:
+    with (where / "out" / "results.csv").open(newline="") as file:
+        return {(row["method"], int(row["seed"])): row for row in csv.DictReader(file)}
+
+
+def planned(table: str, **given: Any) -> dict[str, Job]:
+    jobs = plan(ReproduceConfig(**{"table": table, "data": "d.npz", "weights": "none"} | given))
+    return {job.name: job for job in jobs if job.seed == jobs[0].seed}
+
+
+# -- what there is --------------------------------------------------------------------------------------------------
+def test_the_listing_names_every_table_and_what_it_corresponds_to(capsys: Any) -> None:
+    assert run("reproduce") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for table in TABLES.values():
+        assert table.name in said
+        assert all(word in said for word in table.source.split())
+    wanted = {
+        "digits",
+        "cifar100-main",
+        "cifar100-peers",
+        "cifar100-front",
+        "cifar100-one-checkpoint",
+        "imagenet-adapt",
+    }
+    wanted |= {f"ablation-{x}" for x in ("threshold", "sigma", "stages", "planner", "feature", "mass", "kl")}
+    wanted |= {"ablation-target-depth", "aht-table-3", "aht-table-5", "avit-table-2", "avit-table-3", "avit-figure-7"}
+    wanted |= {f"amod-table-{n}" for n in (1, 3, 4, 5, 6)} | {f"amod-figure-{n}" for n in (2, 3, 6, 7, 8)}
+    assert wanted <= set(TABLES)
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_every_table_can_be_planned_and_shown(name: str, capsys: Any) -> None:
+    jobs = plan(ReproduceConfig(table=name, dry_run=True))
+    assert len(jobs) == len(TABLES[name].runs) * len(TABLES[name].seeds)
+    assert len({(job.name, job.seed) for job in jobs}) == len(jobs)
+    assert len({job.key for job in jobs}) == len(jobs), "two rows are the same"
+    for job in jobs:
+        settings.make(*settings.parse(job.training.policy))
+        assert full_spec(job.training)
+    assert run("reproduce", name, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert TABLES[name].protocol in said
+    assert said.count("to run  ") == len(jobs)
+    assert all(f"{job.name}, seed {job.seed}:" in said for job in jobs)
+
+
+def test_every_recipe_of_a_paper_is_in_a_table() -> None:
+    used = {run.recipe for table in TABLES.values() for run in table.runs}
+    elsewhere = {"aht-budget", "avit-tiny", "avit-small", "evit", "amod", "mod", "pondernet"}  # ours, or other names
+    assert used - {""} | elsewhere == set(RECIPES)
+
+
+def test_the_settings_of_the_peers_have_the_cost_that_they_stand_for() -> None:
+    images = torch.zeros(1, 3, 224, 224)
+    for policy in ("evit", "dynamicvit", "amod", "mod", "tome"):
+        for share in (0.80, 0.67, 0.52):
+            method = tables.at(policy, share)
+            if method is None:
+                assert (policy in ("amod", "mod"), share) == (True, 0.52)
+                continue
+            name, values = settings.parse(method)
+            model = adaptivit.create("deit_tiny_patch16_224", name, **values)
+            with torch.inference_mode():
+                output = model(images)
+            assert float(output.macs_deployed[0]) / model.static_macs(output) == pytest.approx(share, abs=0.003)
+
+
+def test_aht_stands_in_one_place() -> None:
+    own = [run for t in tables.OURS for run in t.runs if run.method.startswith("aht")]
+    assert len(own) > 40
+    assert all(run.method.startswith((tables.AHT + ",", tables.AHT_SAMPLED)) for run in own)
+
+
+# -- the plan -------------------------------------------------------------------------------------------------------
+def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
+    jobs = planned("cifar100-main")
+    first = jobs["static"]
+    assert (first.training.weights, first.training.distill, first.epochs) == (None, 0.0, 10)
+    for name, job in jobs.items():
+        if name != "static":
+            assert job.training.weights == first.model == str(Path(first.training.out) / "model")
+            assert (job.needs, job.training.distill, job.training.teacher, job.epochs) == (first.key, 1.0, None, 20)
+        for field in ("epochs", "lr", "batch_size", "augment", "weight_decay", "val_split", "label_smoothing"):
+            assert getattr(job.training, field) == getattr(first.training, field)
+    assert {job.seed for job in plan(ReproduceConfig(table="cifar100-main", dry_run=True))} == {0, 1, 2}
+    assert [j.share for n, j in jobs.items() if n.startswith("AHT")] == [0.83, 0.67, 0.52]
+
+
+def test_tables_share_what_they_have_in_common_and_a_change_touches_its_rows_alone() -> None:
+    one, other = planned("cifar100-main"), planned("cifar100-front")
+    common = {"static", "static, trained on", "AHT-ViT -33 %", "fold -48 %"}
+    assert all(one[name].key == other[name].key for name in common)
+    assert all(one[name].training.out == other[name].training.out for name in common)
+    short = planned("ablation-sigma")
+    assert short["static"].key == one["static"].key
+    assert short["static, trained on"].key != one["static, trained on"].key
+    for given in ({"data": "e.npz"}, {"seeds": (5,)}, {"set": ("lr=1e-3",)}, {"limit": 10}, {"split": "val"}):
+        changed = planned("cifar100-main", **given)
+        assert not {job.key for job in changed.values()} & {job.key for job in one.values()}, given
+    same = planned("cifar100-main", device="cpu", workers=3, jobs=2, out="x", set=("compile=true",))
+    assert [job.key for job in same.values()] == [job.key for job in one.values()]
+    moved = planned("cifar100-main", work="elsewhere")
+    assert [job.key for job in moved.values()] == [job.key for job in one.values()]
+
+
+def test_a_change_of_the_method_alone_leaves_static_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, table = planned("cifar100-peers"), TABLES["cifar100-peers"]
+    runs = tuple(replace(r, method=r.method + ",sigma=2") if r.name.startswith("AHT") else r for r in table.runs)
+    monkeypatch.setitem(TABLES, table.name, replace(table, runs=runs))
+    after = planned("cifar100-peers")
+    assert {name for name in after if after[name].key != before[name].key} == {"AHT-ViT -33 %"}
+
+
+def test_rows_and_what_they_start_from_can_be_chosen() -> None:
+    assert list(planned("cifar100-main", only=("AHT-ViT -33 %",))) == ["static", "AHT-ViT -33 %"]
+    assert list(planned("cifar100-main", only=("AHT*", "static"))) == [
+        "static",
+        *(f"AHT-ViT -{n} %" for n in (17, 33, 48)),
+    ]
+    chain = planned("cifar100-one-checkpoint", only=("one checkpoint -17 %",))
+    assert list(chain) == ["static", "AHT-ViT, one checkpoint", "one checkpoint -17 %"]
+    last = chain["one checkpoint -17 %"]
+    assert (last.trains, last.epochs, last.training.weights) == (False, 20, chain["AHT-ViT, one checkpoint"].model)
+
+
+def test_weights_are_found_by_backbone(tmp_path: Path) -> None:
+    for name in ("deit_tiny_patch16_224.safetensors", "deit_small_patch16_224.pth"):
+        (tmp_path / name).write_bytes(b"")
+    jobs = planned("amod-table-4", weights=str(tmp_path))
+    found = {Path(str(job.training.weights)).name for job in jobs.values()}
+    assert found == {"deit_tiny_patch16_224.safetensors", "deit_small_patch16_224.pth"}
+    assert all(job.training.backbone in str(job.training.weights) for job in jobs.values())
+    one = planned("amod-table-4", weights=str(tmp_path / "deit_tiny_patch16_224.safetensors"))
+    assert {Path(str(job.training.weights)).name for job in one.values()} == {"deit_tiny_patch16_224.safetensors"}
+    (tmp_path / "aht-balanced").mkdir()
+    aht = planned("aht-table-4-cifar100", weights=str(tmp_path))["AHT-ViT"]
+    assert aht.training.weights == str(tmp_path / "aht-balanced")
+    with pytest.raises(UserError, match=r"vit_base_patch16_224\.safetensors"):
+        planned("amod-table-1", weights=str(tmp_path))
+    assert {job.training.weights for job in planned("amod-table-6", weights=str(tmp_path)).values()} == {None}
+
+
+def test_mistakes_are_one_line(capsys: Any, tmp_path: Path, small: Path) -> None:
+    assert "Did you mean 'cifar100-main'?" in refused(capsys, "reproduce", "cifar100-mian")
+    assert "CIFAR-100 as an .npz" in refused(capsys, "reproduce", "cifar100-main")
+    line = refused(capsys, "reproduce", "cifar100-main", "--data", small)
+    assert "deit_tiny_patch16_224.safetensors" in line
+    line = refused(capsys, "reproduce", "digits", "--only", "AHT-VIT33")
+    assert "row of digits" in line
+    assert "AHT-ViT" in line
+    assert "expected key=value" in refused(capsys, "reproduce", "digits", "--set", "epochs")
+    assert "Unknown setting 'epoch'" in refused(capsys, "reproduce", "digits", "--set", "epoch=1")
+    assert "Unknown setting 'policy'" in refused(capsys, "reproduce", "digits", "--set", "policy=aht")
+    assert "jobs: expected at least 1" in refused(capsys, "reproduce", "digits", "--jobs", 0)
+    assert "Expected the name of a table" in refused(capsys, "reproduce", "--jobs", 2)
+    out = ("--out", tmp_path / "out", "--work", tmp_path / "work")
+    assert "not found" in refused(capsys, "reproduce", "digits", "--data", tmp_path / "nowhere", *out)
+    assert not list(tmp_path.iterdir())
+
+
+# -- what runs ------------------------------------------------------------------------------------------------------
+def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
+    tmp_path: Path, small: Path, tiny: Table, launched: list[str], capsys: Any
+) -> None:
+    given = (*words("tiny", small, tmp_path), "--seeds", 0, 3, "--device", "cpu")
+    assert run(*given) == 1
+    said = capsys.readouterr()
+    assert "4 of 14 rows failed" in said.err
+    assert launched.count("AHT-ViT") == 2
+    assert "goes on from broken" not in launched
+    rows = rows_of(tmp_path)
+    assert set(rows) == {(r.name, seed) for r in tiny.runs for seed in (0, 3)}
+    assert {name for (name, _), row in rows.items() if row["status"] == "failed"} == {"broken", "goes on from broken"}
+    assert len({row["top1"] for row in rows.values()}) > 2  # there is something to tell apart
+    assert "stages" in rows["broken", 0]["reason"]
+    assert rows["goes on from broken", 0]["reason"] == "broken, which it starts from, failed"
+    assert rows["broken", 0]["top1"] == ""
+    config = ReproduceConfig(table="tiny", data=str(small), weights="none", seeds=(0, 3), work=str(tmp_path / "work"))
+    jobs = {(job.name, job.seed): job for job in plan(config)}
+    for key, row in rows.items():
+        if row["status"] == "ok":
+            assert row["recipe"] == jobs[key].key
+            assert int(row["epochs"]) == jobs[key].epochs == {"static": 2}.get(key[0], 4)
+            own, reference = (read_correct(jobs[name, key[1]].correct) for name in (key[0], "trained on"))
+            assert own is not None
+            assert reference is not None
+            assert float(row["top1"]) == pytest.approx(own.top1, abs=1e-3)
+            if key[0] != "trained on":
+                assert float(row["difference"]) == pytest.approx(paired_difference(own, reference)[0], abs=1e-3)
+            assert row["torch"] == torch.__version__
+            assert row["date"]
+            assert row["device"]
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "adaptivit reproduce tiny --data" in text
+    assert "--seeds 0 3" in text
+    assert tiny.protocol in text
+    assert "50 / 0.1" in text
+    assert "Mean over the seeds" in text
+    assert "- broken, seed 3, failed:" in text
+    pair = next(line for line in text.splitlines() if line.startswith("| AHT-ViT | EViT |"))
+    both = [read_correct(jobs[name, seed].correct) for seed in (0, 3) for name in ("AHT-ViT", "EViT")]
+    mean = sum(paired_difference(both[i], both[i + 1])[0] for i in (0, 2)) / 2  # type: ignore[arg-type]
+    assert f"| 2 | {mean + 0.0:+.2f} ±" in pair
+    for picture in ("pareto.png", "curves.png"):
+        with Image.open(tmp_path / "out" / picture) as image:
+            assert image.width > 400
+    with (tmp_path / "out" / "curves.csv").open(newline="") as file:
+        points = list(csv.DictReader(file))
+    assert {(p["method"], p["seed"], p["epoch"]) for p in points} >= {("EViT", "3", "1"), ("EViT", "3", "2")}
+    assert (tmp_path / "work" / ".gitignore").read_text() == "*\n"
+
+    launched.clear()
+    assert run(*given) == 1
+    assert launched == ["broken", "broken"]
+    assert capsys.readouterr().err.count("not run again") == 10
+    assert {k: v for k, v in rows_of(tmp_path).items() if v["status"] == "ok"} == {
+        k: v for k, v in rows.items() if v["status"] == "ok"
+    }
+    jobs["EViT", 3].correct.write_bytes(b"damaged")
+    launched.clear()
+    assert run(*given, "--only", "EViT") == 0
+    assert launched == ["EViT"]
+    assert len(rows_of(tmp_path)) == 10  # finished rows that were not asked for stay in the table
+    assert "4 of 14 rows have not been run" in (tmp_path / "out" / "results.md").read_text()
+    assert run(*given, "--dry-run") == 0
+    assert capsys.readouterr().out.count("finished ") == 10
+
+
+def test_the_digits_table_cut_to_seconds(tmp_path: Path, small: Path, launched: list[str], capsys: Any) -> None:
+    assert run(*words("digits", small, tmp_path), "--set", "batch_size=8", "epochs=1", "--device", "cpu") == 0
+    assert launched == ["static", "static, trained on", "AHT-ViT", "A-ViT", "EViT", "fold"]
+    assert "wrote results.csv, results.md and plots" in capsys.readouterr().out
+    rows = rows_of(tmp_path)
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert float(rows["fold", 0]["gmacs_share"]) <= 0.5 + 0.02
+    assert {row["compared_to"] for (name, _), row in rows.items() if "trained" not in name} == {"static, trained on"}
+
+
+@pytest.mark.parametrize(
+    ("method", "share"),
+    [
+        ("aht:beta=-1", 0.7),
+        ("avit", 0.7),
+        ("confidence", 0.6),
+        ("similarity", 0.6),
+        ("pondernet", 0.7),
+        ("act:bias=-1", 0.6),
+    ],
+)
+def test_a_knob_is_set_for_the_share(tmp_path: Path, small: Path, method: str, share: float) -> None:
+    table = Table("knob", "", "", (Run("x", method, train=False, share=share),), "", shared={"backbone": "test_vit"})
+    given = {"table": "knob", "data": str(small), "weights": str(static(tmp_path / "s")), "device": "cpu"}
+    TABLES["knob"] = table
+    try:
+        (job,) = plan(ReproduceConfig(**given, work=str(tmp_path / "work"), set=("img_size=32", "batch_size=8")))
+        row = job_module.run(job)
+    finally:
+        del TABLES["knob"]
+    assert row["status"] == "ok", row["reason"]
+    knob = job_module.KNOBS[method.partition(":")[0]][0]
+    assert f"{knob}=" in row["settings"]
+    # set on 8 images of noise, measured on 24 others; one block of an image is 2 % of all
+    assert float(row["gmacs_share"]) == pytest.approx(share, abs=0.15)
+
+
+def test_a_policy_without_a_knob_is_a_failed_row(tmp_path: Path, small: Path) -> None:
+    jobs = planned("cifar100-main", data=str(small), weights=str(static(tmp_path / "s")), work=str(tmp_path / "work"))
+    job = replace(jobs["static"], trains=False, share=0.5)
+    row = job_module.run(replace(job, training=replace(job.training, backbone="test_vit", img_size=32, device="cpu")))
+    assert row["status"] == "failed"
+    assert "has no knob" in row["reason"]
+
+
+def test_as_many_at_a_time_as_asked_for(
+    tmp_path: Path, small: Path, tiny: Table, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    alive: dict[str, int] = {}
+    seen: list[set[str]] = []
+
+    class Slow(Done):
+        def __init__(self, job: Job) -> None:
+            super().__init__(7)
+            self.job, self.polls = job, 0
+            alive[job.name] = 1
+
+        def poll(self) -> Any:
+            self.polls += 1
+            seen.append(set(alive))
+            if self.polls < 3:
+                return None
+            alive.pop(self.job.name, None)
+            if self.job.name == "static":
+                self.returncode = 0
+                write_json(self.job.row, {"status": "ok", "top1": "1", "gmacs": "1", "method": "static"})
+                self.job.correct.write_bytes(b"x")
+            return self.returncode
+
+    monkeypatch.setattr(execute, "launch", lambda job, at_a_time: Slow(job))
+    monkeypatch.setattr(execute, "read_correct", lambda path: path.exists() or None)
+    monkeypatch.setattr(execute, "_report", lambda *given, **more: [])
+    monkeypatch.setattr(execute, "screen", lambda *given: None)
+    monkeypatch.setattr(execute, "_POLL", 0.0)
+    assert run(*words("tiny", small, tmp_path), "--jobs", 3, "--device", "cpu") == 1
+    assert max(map(len, seen)) == 3
+    assert all(live == {"static"} for live in seen if "static" in live)
+    assert "its process ended with code 7; see" in capsys.readouterr().err
+
+
+# -- processes of their own -----------------------------------------------------------------------------------------
+def wait_for(what: Callable[[], Any], seconds: float = 300) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "nothing came"
+        time.sleep(0.05)
+    return found
+
+
+def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Path, small: Path) -> None:
+    stand_in = ["backbone=test_vit", "img_size=32", "batch_size=8", "epochs=4000"]
+    given = [str(w) for w in (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set")]
+    command = [sys.executable, "-m", "adaptivit", *given]
+    log = tmp_path / "said.txt"
+    with log.open("wb") as file:
+        parent = subprocess.Popen([*command, *stand_in], stdout=file, stderr=file)
+    try:
+        place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    spec = next((tmp_path / "work" / "rows").glob("*.job"))
+    wait_for(lambda: not _alive(str(spec)))
+    assert not list((tmp_path / "work" / "rows").glob("*.json"))
+    # as if fewer epochs had been asked for: the run is nearly at its end
+    done = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()][-1]["step"]
+    assert done > 2
+    job = job_module.read(str(spec))
+    epochs = done // 2 + 2
+    short = replace(job, training=replace(job.training, epochs=epochs))
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"config": config["config"] | {"epochs": epochs}}))
+    row = job_module.run(short)
+    assert row["status"] == "ok"
+    steps = [json.loads(line)["step"] for line in (place / "log.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps[-1] == 2 * epochs
+    assert (place / "model").is_dir()
+    # the command itself finds the row that was finished under its key
+    again = subprocess.run([*command, *stand_in], capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "finished before, not run again" in again.stderr
+
+
+def _alive(word: str) -> bool:
+    """Whether a process has this word in its command line."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if word in (entry / "cmdline").read_text():
+                    return True
+            except OSError:
+                continue
+    return False
