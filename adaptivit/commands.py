@@ -266,7 +266,7 @@ def visualize(config: VisualizeConfig) -> None:
     model = build(ModelConfig(config.checkpoint, config.backbone, config.policy, config.weights, config.img_size))
     device = device_of(config.device)
     names = _names(config.class_names) if config.class_names else None
-    static = load(config.static) if config.static else None
+    static = _static_model(config.static, model) if config.static else None
     images: Any = list(config.images)
     if config.data is not None:
         images = data_set(config.data, model, config.limit, config.split)
@@ -294,6 +294,16 @@ def visualize(config: VisualizeConfig) -> None:
             progress=step,
         )
     print(f"wrote {page} and its pictures in {time.perf_counter() - start:.1f} s")
+
+
+def _static_model(path: str, model: AdaptiveViT) -> AdaptiveViT:
+    if not Path(path).is_file():
+        return load(path)
+    if model.backbone_name is None:
+        raise UserError(
+            f"static: {path} is a weights file, and the backbone has no timm name; give a checkpoint directory."
+        )
+    return create(model.backbone_name, "static", weights=path, img_size=model.preprocessing.size)
 
 
 def _command(name: str) -> str:

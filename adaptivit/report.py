@@ -84,7 +84,7 @@ def html_page(
         footer=footer,
         header=header,
         attributes=f" {attributes}" if attributes else "",
-        policy=f"; script-src 'sha256-{digest}'" if script else "",
+        policy="style-src 'unsafe-inline'" + (f"; script-src 'sha256-{digest}'" if script else ""),
         script=f"<script>{script}</script>\n" if script else "",
     )
 
@@ -205,7 +205,7 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'{policy}">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; {policy}">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -223,10 +223,11 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-_LIGHT = "--page: #fbfbfa; --card: #fff; --line: #e5e7e6; --ink: #1c2024; --soft: #5c666e; --accent: #0c766d; --shade: 1;"
-_DARK = (
-    "--page: #131517; --card: #1b1e21; --line: #2c3135; --ink: #eceeef; --soft: #a0a9b0; --accent: #5fd4c4; --shade: .92;"
+_LIGHT = (
+    "--page: #fbfbfa; --card: #fff; --line: #e5e7e6; --ink: #1c2024; --soft: #5c666e; --accent: #0c766d; --shade: 1"
 )
+_DARK = "--page: #131517; --card: #1b1e21; --line: #2c3135; --ink: #eceeef; --soft: #a0a9b0; --accent: #5fd4c4"
+_DARK += "; --shade: .92"
 _STYLE = f"""
 :root {{ color-scheme: light dark; {_LIGHT} }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}

@@ -18,22 +18,23 @@ class VisualizeConfig:
     Example: adaptivit visualize runs/train/model --images cat.jpg photos/ --out seen
     """
 
-    checkpoint: Annotated[str | None, tyro.conf.Positional] = None
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """Directory saved by `train` or save_pretrained; or leave it out and name a --backbone with a --policy."""
     images: tuple[str, ...] = ()
     """Image files or folders; no labels are needed."""
     data: str | None = None
-    """Instead of --images a labelled data set: image folder (CLASS/*.jpg, or with val/), or .npz with test_x, test_y."""
+    """Instead of --images labelled data: image folder (CLASS/*.jpg, or with val/), or .npz with test_x, test_y."""
     split: Literal["auto", "train", "val", "test"] = "auto"
     """Which part of --data; auto: test, else val, else all of it."""
     limit: int | None = 200
     """Of --data only so many images, evenly spread over the split; None for all."""
     static: str | None = None
-    """Checkpoint directory of a static model to compare with: which classes gain and lose, where answers agree."""
+    """A static model to compare with (which classes gain and lose, where answers agree): a checkpoint directory, or
+    weights of the same backbone in timm's keys."""
     out: str = "adaptivit-visualize"
     """Folder for report.html, the pictures (PNG, GIF) and the figures (CSV)."""
     shown: int = 8
-    """Images with a picture, an animation and a slider of their own; of --images the first, of --data spread over it."""
+    """Images with pictures, animation and slider of their own; of --images the first, of --data spread over it."""
     tokens: int = 0
     """Correlate scores with leave-one-out importance: patches left out, one at a time, at every scored block of the
     shown images. 24 is a good number and takes minutes on a CPU; 0 for none of it."""

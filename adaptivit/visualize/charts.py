@@ -14,13 +14,13 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from ..errors import UserError
-from ..pictures import ACCENT, COLOURS, FAINT, INK, MUTED, _depth_bars, _headline, _live_bars, _axes, _figure
+from ..pictures import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _depth_bars, _figure, _headline, _live_bars
 from .seen import Array, Seen
 
 if TYPE_CHECKING:
     from .importance import Importance
 
-_WIDTH, _HEIGHT = 510, 430  # at pictures.DPI; small, so that words stay readable on a phone
+_WIDTH, _HEIGHT = 550, 440  # at pictures.DPI; small, so that words stay readable on a phone
 _LEFT, _RIGHT, _BELOW, _ABOVE = 72, 26, 74, 104
 WRONG = "#c2571a"
 # colours of a figure -> what the report's light and dark theme call them
@@ -147,7 +147,9 @@ def planned(seen: Seen, stage: int) -> Any:
     detail = "no live patches"
     if len(plan):
         r = correlation(plan, done)
-        detail = f"executed − planned {np.mean(done - plan):+.1f}, correlation {'undefined' if r is None else f'{r:.2f}'}"
+        detail = (
+            f"executed − planned {np.mean(done - plan):+.1f}, correlation {'undefined' if r is None else f'{r:.2f}'}"
+        )
     _headline(axes, f"Plan made after block {plans.stages[stage]}", detail)
     return figure
 
@@ -203,7 +205,9 @@ def importance(found: Importance) -> Any:
         mean, half = mean_and_half(values)
         good = np.isfinite(mean)
         shift = -0.08 if marker == "o" else 0.08
-        axes.plot(blocks[good] + shift, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3)
+        axes.plot(
+            blocks[good] + shift, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3
+        )
         axes.vlines(blocks[good] + shift, (mean - half)[good], (mean + half)[good], color=colour, linewidth=1, zorder=2)
         words = f"{'●' if marker == 'o' else '■'} {name}"
         place = (0.02 if marker == "o" else 0.27, 0.04)
@@ -265,4 +269,3 @@ def svg(figure: Any, name: str) -> str:
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     text = re.sub(r"font: ([^;\"]*?)(\d[\d.]*px)[^;\"]*", r"font-size: \2; font-weight: 650", text)
     return re.sub(r'width="[^"]*pt" height="[^"]*pt"', 'aria-hidden="true" focusable="false"', text, count=1)
-

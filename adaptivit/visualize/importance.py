@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import backbone
 from ..errors import UserError
 from ..model import AdaptiveViT
-from .seen import Array, Progress, Seen
+from .collect import Progress
+from .seen import Array, Seen
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +42,9 @@ def page(found: Found, command: str = "", environment: Mapping[str, object] | No
     sections.append(("depth", "Depth", _depth(seen)))
     if seen.scores is not None:
         sections.append(("scores", "Scores", _scores(found)))
-    if len(seen) > 1:
+    if len(seen) > 1 and not seen.equal:
         sections.append(("difficulty", "Easy and hard", _difficulty(seen)))
-    if found.classes:
+    if found.classes and (found.static is not None or not seen.equal):
         sections.append(("classes", "Classes", _classes(found)))
     links = "".join(f'<a href="#{key}">{html_text(name)}</a>' for key, name, _ in sections)
     body = "\n".join(
@@ -160,8 +161,10 @@ def _key(seen: Seen, view: str) -> str:
     if view == "groups":
         return f'<p class="key {view}">Patches inside a white line are one token, in the mean colour of its region.</p>'
     if view == "tokens" and seen.skips:
-        return f'<p class="key {view}"><i class="white"></i>Veiled patches sit out this block.</p>'
-    words = "Patches that left, by the blocks that computed them" if view == "tokens" else "Planned depth (dark: halted)"
+        return f'<p class="key {view}"><i class="veil"></i>Veiled patches sit out this block.</p>'
+    words = (
+        "Patches that left, by the blocks that computed them" if view == "tokens" else "Planned depth (dark: halted)"
+    )
     colours = paint.shades(np.arange(seen.layers + 1), seen.layers, paint.DIM if view == "tokens" else 1.0)
     every = 1 if seen.layers <= 16 else 2 if seen.layers <= 32 else 4
     cells = "".join(
@@ -196,7 +199,8 @@ def _shot(seen: Seen, index: int, views: Sequence[str]) -> str:
         f'<input type="range" min="1" max="{layers}" value="{layers}" step="1" aria-label="Block of {name}"></div>'
         f"<output>{say}</output>"
         f'<div class="meter" aria-hidden="true"><i style="width: {100 * count / total:.1f}%"></i></div>'
-        f'<details{opened}><summary>Block by block</summary><div class="blocks">{"".join(tiles)}</div></details></article>'
+        f'<details{opened}><summary>Block by block</summary><div class="blocks">{"".join(tiles)}</div></details>'
+        "</article>"
     )
 
 
@@ -215,14 +219,20 @@ def _plans(seen: Seen, shown: Sequence[int]) -> str:
             mean = f"{plans.values[s, index][live].mean():.1f}" if live.any() else "none live"
             over = _over(paint.overlay(seen, index, stage - 1, "plan"), "shown")
             say = f"{seen.titles[index]}: plan after block {stage}, mean {mean}"
-            tiles.append(f"<figure>{_pic(seen, index, over, say)}<p>plan after block {stage}<br>mean {mean}</p></figure>")
+            tiles.append(
+                f"<figure>{_pic(seen, index, over, say)}<p>plan after block {stage}<br>mean {mean}</p></figure>"
+            )
         done = paint.executed(seen, index)
         mean = f"{plans.halt[index].mean():.1f}"
         say = f"{seen.titles[index]}: executed depth, mean {mean}"
         tiles.append(f"<figure>{_pic(seen, index, _over(done, 'shown'), say)}<p>executed<br>mean {mean}</p></figure>")
-        rows.append(f'<div><h3 class="sub">{html_text(seen.titles[index])}</h3><div class="blocks">{"".join(tiles)}</div></div>')
+        rows.append(
+            f'<div><h3 class="sub">{html_text(seen.titles[index])}</h3><div class="blocks">{"".join(tiles)}</div></div>'
+        )
     key = _key(seen, "plan").replace('class="key plan"', 'class="key" style="display: flex"')
-    figures = [_chart(lambda s=s: charts.planned(seen, s), f"plan{stage}") for s, stage in enumerate(plans.stages)]
+    figures = [
+        _chart(functools.partial(charts.planned, seen, s), f"plan{stage}") for s, stage in enumerate(plans.stages)
+    ]
     charted = f'<div class="charts">{"".join(figures)}</div>'
     return f'<p class="about">{words}</p>{key}<div class="plans">{"".join(rows)}</div>{charted}'
 
@@ -243,7 +253,9 @@ def _depth(seen: Seen) -> str:
         _chart(lambda: charts.positions(seen), "positions"),
     ]
     words = "What is above the bars is work that was not done."
-    return f'<p class="about">{words}</p><div class="charts">{"".join(figures)}</div>'
+    if seen.equal and len(seen) > 1:
+        words += f" {seen.method} computes as many patches in every image: none is easier than another for it."
+    return f'<p class="about">{html_prose(words)}</p><div class="charts">{"".join(figures)}</div>'
 
 
 def _scores(found: Found) -> str:
@@ -266,9 +278,6 @@ def _scores(found: Found) -> str:
 
 
 def _difficulty(seen: Seen) -> str:
-    if seen.equal:
-        words = f"{seen.method} computes as many patches in every image: none is easier than another for it."
-        return f'<p class="about">{html_prose(words)}</p>' + _confident(seen)
     which = " All of these were classified rightly." if seen.correct is not None else ""
     easy, hard = paint.extremes(seen)
     walls = [
@@ -276,7 +285,11 @@ def _difficulty(seen: Seen) -> str:
         for name, chosen in (("Easiest: the fewest blocks", easy), ("Hardest: the most blocks", hard))
         if chosen
     ]
-    return f'<p class="about">Images by the mean depth of their patches.{which}</p>{"".join(walls)}{_confident(seen)}'
+    figures = [_chart(lambda: charts.confidence(seen), "confidence")]
+    if seen.correct is not None and len(seen) >= 20:
+        figures.append(_chart(lambda: charts.accuracy(seen), "accuracy"))
+    charted = f'<div class="charts">{"".join(figures)}</div>'
+    return f'<p class="about">Images by the mean depth of their patches.{which}</p>{"".join(walls)}{charted}'
 
 
 def _small(seen: Seen, index: int) -> str:
@@ -285,25 +298,18 @@ def _small(seen: Seen, index: int) -> str:
     label = html_text(f"{name} with the patches that stopped early, mean depth {seen.mean_depth[index]:.1f}")
     high, wide = seen.pixels(index).shape[:2]
     image = f'<img src="{picture}" width="192" height="{round(192 * high / wide)}" alt="{label}">'
-    return f"<figure>{image}<p><b>depth {seen.mean_depth[index]:.1f}</b>{html_text(name)}<br>{_verdict(seen, index)}</p></figure>"
-
-
-def _confident(seen: Seen) -> str:
-    figures = []
-    if not seen.equal:
-        figures.append(_chart(lambda: charts.confidence(seen), "confidence"))
-        if seen.correct is not None and len(seen) >= 20:
-            figures.append(_chart(lambda: charts.accuracy(seen), "accuracy"))
-    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+    words = f"<b>depth {seen.mean_depth[index]:.1f}</b>{html_text(name)}<br>{_verdict(seen, index)}"
+    return f"<figure>{image}<p>{words}</p></figure>"
 
 
 def _classes(found: Found) -> str:
     rows, seen = list(found.classes), found.seen
-    tables, words = [], ""
+    tables: list[tuple[list[Row], str]] = []
+    words = ""
     if found.static is not None:
         gain, lose = gain_and_lose(rows)
         words = "Top-1 of single classes against the static model. "
-        keys = ("class", "images", "static top-1 %", "top-1 %", "change")
+        keys: tuple[str, ...] = ("class", "images", "static top-1 %", "top-1 %", "change")
         tables = [(_columns(gain, keys), "Classes that gain"), (_columns(lose, keys), "Classes that lose")]
         if not gain and not lose:
             words += "No class changed. "

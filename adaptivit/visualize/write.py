@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import platform
 import re
@@ -20,9 +21,10 @@ from ..files import write_bytes, write_text
 from ..model import AdaptiveViT
 from . import charts, paint
 from .classes import by_class
+from .collect import look
 from .importance import Importance, leave_one_out
 from .page import Found, page
-from .seen import Seen, look
+from .seen import Seen
 
 Step = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
 
@@ -176,7 +178,7 @@ def _pictures(found: Found) -> Iterator[tuple[str, Callable[[], bytes]]]:
         for view in paint.views(seen):
             yield f"{stem}_{view}.png", picture(paint.strip, seen, index, view)
         first = "groups" if seen.groups is not None else "tokens"
-        yield f"{stem}.gif", lambda index=index, first=first: paint.animation(seen, index, first)
+        yield f"{stem}.gif", functools.partial(paint.animation, seen, index, first)
 
 
 def _safe(name: str) -> str:
