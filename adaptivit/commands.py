@@ -271,14 +271,17 @@ def visualize(config: VisualizeConfig) -> None:
     if config.data is not None:
         images = data_set(config.data, model, config.limit, config.split)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def step(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
+    def step(what: str, done: int, total: int) -> None:
+        if not tasks:
+            bars.start()  # not before: a mistake is said in one line
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
 
+    try:
         page = report(
             model.to(device),
             images,
@@ -293,6 +296,9 @@ def visualize(config: VisualizeConfig) -> None:
             command=_command("visualize"),
             progress=step,
         )
+    finally:
+        if tasks:
+            bars.stop()
     print(f"wrote {page} and its pictures in {time.perf_counter() - start:.1f} s")
 
 

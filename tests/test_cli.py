@@ -24,9 +24,10 @@ from adaptivit.errors import UserError
 from adaptivit.recipes import RECIPES
 from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
+from adaptivit.visualize_config import VisualizeConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
-CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig}
+CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
 
 
 def plain(text: str) -> str:

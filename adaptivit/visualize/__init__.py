@@ -16,7 +16,7 @@ from .collect import data_set, look
 from .importance import Importance, leave_one_out
 from .paint import animation, easy_and_hard, frames, maps, overlay, painted, plan_sheet, strip
 from .seen import Plans, Scores, Seen
-from .write import report, write
+from .writing import report, write
 
 __all__ = [
     "Importance",

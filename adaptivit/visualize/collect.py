@@ -101,6 +101,8 @@ def look(
         raise UserError(f"Expected one label an image: {len(given)} images, {len(labels)} labels.")
     if len(given) == 0:
         raise UserError("Expected at least one image, got none.")
+    if not model.shape.heads_out:
+        raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
     source, parts = _Source(model, given), _Parts()
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     was_training = model.training
@@ -203,8 +205,6 @@ class _Parts:
         self.skips |= any(isinstance(s.decision, Skip) for s in trace.steps)
         self._keep("attended", trace.attended[..., prefix:])
         self._keep("live", trace.live)
-        if output.logits.shape[1] == 0:
-            raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
         top = output.logits.float().softmax(-1).max(-1)
         self._keep("predicted", top.indices)
         self._keep("confidence", top.values)
