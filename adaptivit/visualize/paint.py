@@ -214,15 +214,21 @@ def _legend(draw: Any, place: tuple[int, int], width: int, layers: int, light: f
 def strip(seen: Seen, index: int, view: str = "tokens", layers: Sequence[int] | None = None) -> Image.Image:
     """An image and its patches block by block; for policies that skip, the routed blocks alone (A-MoD Fig. 5)."""
     shown = changing(seen) if layers is None else layers
-    total = seen.attended.shape[-1]
     tiles = [(plain(seen, index), seen.titles[index])]
     for layer in shown:
-        count = int(seen.attended[layer, index].sum())
-        tiles.append((painted(seen, index, layer, view), f"block {layer + 1} · {count} of {total}"))
+        words = f"{'after ' if view == 'groups' else ''}block {layer + 1} · {_counted(seen, index, layer, view)}"
+        tiles.append((painted(seen, index, layer, view), words))
     columns = len(tiles) if len(tiles) <= 7 else math.ceil(len(tiles) / 2) if len(tiles) <= 16 else 8
     rows = [tiles[i : i + columns] for i in range(0, len(tiles), columns)]
     depths = view == "plan" or (view == "tokens" and not seen.skips)
     return sheet(rows, layers=seen.layers if depths else 0, light=1.0 if view == "plan" else DIM)
+
+
+def _counted(seen: Seen, index: int, layer: int, view: str) -> str:
+    """Patches that a block computes; where regions are shown, the tokens that are left after it."""
+    if view == "groups" and seen.groups is not None:
+        return f"{len(set(seen.groups[layer, index].tolist()) - {-1})} tokens"
+    return f"{int(seen.attended[layer, index].sum())} of {seen.attended.shape[-1]}"
 
 
 def changing(seen: Seen) -> list[int]:
@@ -287,16 +293,14 @@ def frames(seen: Seen, index: int, view: str = "tokens", width: int = TILE) -> l
     """One picture a block: the image beside itself with the patches that are left, and which block runs."""
     margin, gap, foot = 16, 8, 62
     first = plain(seen, index, width)
-    total = seen.attended.shape[-1]
     made = []
     for layer in range(seen.layers):
         page = Image.new("RGB", (2 * margin + 2 * width + gap, margin + first.height + foot), "white")
         page.paste(first, (margin, margin))
         page.paste(painted(seen, index, layer, view, width), (margin + width + gap, margin))
         draw, top = ImageDraw.Draw(page), margin + first.height + 10
-        count = int(seen.attended[layer, index].sum())
         draw.text((margin, top), f"block {layer + 1} of {seen.layers}", font=_font(15, True), fill=INK)
-        words = f"{count} of {total} patches"
+        words = _counted(seen, index, layer, view) + ("" if view == "groups" else " patches")
         right = page.width - margin - draw.textlength(words, font=_font(15))
         draw.text((right, top), words, font=_font(15), fill=MUTED)
         _progress(draw, (margin, top + 27), page.width - 2 * margin, seen.layers, layer)
