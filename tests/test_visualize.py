@@ -551,6 +551,15 @@ def test_an_interruption_leaves_the_old_report(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.rglob(".*"))
 
 
+def test_the_example_of_the_documentation_runs(capsys: Any) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "visualize.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert found["gif"].startswith(b"GIF8")
+    assert "(4, 16)" in capsys.readouterr().out
+
+
 # -- in a browser ---------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def browser() -> Any:

@@ -23,9 +23,9 @@ from .seen import Array, Seen
 
 CELL = 8
 TILE = 224  # pixels across one image of a sheet
-_VEIL, _TINT = 0.88, 0.8  # how much a skipped, a halted patch is covered
+_VEIL, _HALTED, _TINT = 0.88, 0.7, 0.8  # how much a skipped, a halted, a planned patch is covered
 _SKIPPED = (206, 213, 223)  # pale, and neither the white nor the grey of a photograph
-DIM = 0.74  # brightness of a halted patch's colour: who is still at work is what shines
+DIM = 0.6  # brightness of a halted patch's colour: who is still at work is what shines
 _DROPPED = (24, 26, 30)
 
 VIEWS = {
@@ -66,7 +66,7 @@ def _tokens(seen: Seen, index: int, layer: int) -> Array:
         out[absent] = (*_SKIPPED, round(255 * _VEIL))
     else:
         out[absent, :3] = shades(seen.depth[index][absent], seen.layers, DIM)
-        out[absent, 3] = round(255 * _TINT)
+        out[absent, 3] = round(255 * _HALTED)
     return out
 
 
