@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("objectives", "recipes", "settings", "testing"):
+    if name in ("objectives", "recipes", "settings", "testing", "visualize"):
         return importlib.import_module(f".{name}", __name__)
     if name == "register_policy":
         return importlib.import_module(".policies", __name__).register

@@ -20,6 +20,7 @@ from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig
 from .settings import SETTINGS, describe
 from .sweep_config import SweepConfig, from_recipe
+from .visualize_config import VisualizeConfig
 
 _COMMANDS: dict[str, tuple[type, str]] = {
     "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
@@ -30,12 +31,13 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "sweep": (SweepConfig, "search over settings on the validation images"),
     "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
+    "visualize": (VisualizeConfig, "see which tokens stop, skip or merge: pictures and an HTML report"),
     "benchmark": (BenchmarkConfig, "throughput and latency beside static baselines, in one run"),
 }
 
 # Flags with several values.
 _LISTS = (
-    *("--methods", "--seeds", "--space", "--only", "--set"),
+    *("--methods", "--seeds", "--space", "--only", "--set", "--images"),
     *("--backbones", "--policies", "--profile", "--layouts", "--batch-sizes", "--dtypes", "--static-modes"),
 )
 
@@ -114,7 +116,7 @@ def _help(command: str, rest: list[str]) -> None:
     """tyro's help, then the policies' settings and the recipes."""
     with contextlib.suppress(SystemExit):
         _parse(command, rest)
-    if command in ("train", "compare", "sweep", "evaluate", "predict", "benchmark"):
+    if command in ("train", "compare", "sweep", "evaluate", "predict", "visualize", "benchmark"):
         print(_policies())
     if command in ("train", "compare", "sweep"):
         print(_recipes("policy:NAME" if command == "compare" else "--recipe NAME; other flags override"))

@@ -6,13 +6,15 @@ import csv
 import datetime
 import io
 import json
+import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from . import __version__, data, settings
@@ -27,6 +29,7 @@ from .errors import UserError
 from .factory import create, load
 from .files import write_text
 from .model import AdaptiveViT
+from .visualize_config import VisualizeConfig
 
 
 def train(config: TrainConfig) -> None:
@@ -254,6 +257,65 @@ def _emit(text: str, out: str | None) -> None:
         print(text, end="")
     else:
         write_text(out, text)
+
+
+def visualize(config: VisualizeConfig) -> None:
+    """adaptivit visualize"""
+    from .visualize import data_set, report
+
+    start = time.perf_counter()
+    model = build(ModelConfig(config.checkpoint, config.backbone, config.policy, config.weights, config.img_size))
+    device = device_of(config.device)
+    names = _names(config.class_names) if config.class_names else None
+    static = _static_model(config.static, model) if config.static else None
+    images: Any = list(config.images)
+    if config.data is not None:
+        images = data_set(config.data, model, config.limit, config.split)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    tasks: dict[str, TaskID] = {}
+
+    def step(what: str, done: int, total: int) -> None:
+        if not tasks:
+            bars.start()  # not before: a mistake is said in one line
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
+
+    try:
+        page = report(
+            model.to(device),
+            images,
+            config.out,
+            static=None if static is None else static.to(device),
+            class_names=names,
+            name=config.checkpoint or "",
+            shown=config.shown,
+            tokens=config.tokens,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            command=_command("visualize"),
+            progress=step,
+        )
+    finally:
+        if tasks:
+            bars.stop()
+    print(f"wrote {page} and its pictures in {time.perf_counter() - start:.1f} s")
+
+
+def _static_model(path: str, model: AdaptiveViT) -> AdaptiveViT:
+    if not Path(path).is_file():
+        return load(path)
+    if model.backbone_name is None:
+        raise UserError(
+            f"static: {path} is a weights file, and the backbone has no timm name; give a checkpoint directory."
+        )
+    return create(model.backbone_name, "static", weights=path, img_size=model.preprocessing.size)
+
+
+def _command(name: str) -> str:
+    """The command line as it was given, to be run again."""
+    return shlex.join(["adaptivit", *sys.argv[1:]]) if sys.argv[1:2] == [name] else ""
 
 
 def _predictions(found: list[prediction.Prediction]) -> Table:

@@ -79,7 +79,7 @@ def forward(
         attended if same else torch.stack(run.updated),
         shape.prefix,
         tuple(run.steps),
-        policy.facts(state),
+        policy.facts(state) | run.noted_facts(),
         "remaining" if policy.pools_remaining else "all",
     )
     return Output(
@@ -108,6 +108,7 @@ class _Run:
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
+    noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
 
     def answer(self, layer: int, when: When, decision: object) -> None:
         """Take the policy's share for the readout, then let the layout do the rest."""
@@ -119,6 +120,12 @@ class _Run:
             self.shares = part if self.shares is None else self.shares + part
         self.layout.carry_out(decision, when)  # type: ignore[arg-type]
         self.steps.append(Step(layer, when, detached(decision)))  # type: ignore[arg-type]
+
+    def noted_facts(self) -> dict[str, Tensor]:
+        if not self.noted:
+            return {}
+        blocks = torch.tensor([block for block, _ in self.noted])
+        return {"keep_scores": torch.stack([score for _, score in self.noted]), "keep_blocks": blocks}
 
     def count_evidence(self, wanted: frozenset[str], acting: frozenset[str]) -> None:
         for name in sorted(wanted):
@@ -162,6 +169,15 @@ class View:
         if self.shape.read < self.shape.tokens:
             return layout.leading()[:, 0].float()
         return layout.mean(layout.rows)
+
+    def note(self, score: Tensor, block: int) -> None:
+        """With ask=('keep_scores',): keep what patches are ranked by, [B, N], the higher the longer they stay.
+
+        `block` is the first one that a patch which goes now will miss. NaN: not ranked.
+        """
+        if "keep_scores" in self.asked:
+            score = score.detach().float()
+            self._run.noted.append((block, torch.where(self.patches, score, torch.full_like(score, float("nan")))))
 
     def apply(self, module: nn.Module, over: Tensor | None = None, *, part: str = "policy") -> Tensor:
         """Run a small row-wise module on every present token: [B, N, ...], 0 where absent; its MACs are counted.

@@ -6,6 +6,7 @@ The file stands alone: pictures and styles are inside, there is no script, and i
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import math
 import re
@@ -52,55 +53,75 @@ def write_report(
     appear, the first column naming the row. lead: a sentence under the title.
     """
     parts = [
-        _cards(summary),
-        _table(table, table_caption),
+        html_cards(summary),
+        html_table(table, table_caption),
         "".join(_picture(p) for p in pictures),
         _notes(notes),
     ]
-    page = _PAGE.format(
-        title=_text(title),
-        style=_STYLE,
+    write_text(path, html_page(title, "\n".join(p for p in parts if p), lead, html_footer(command, environment or {})))
+
+
+def html_page(
+    title: str,
+    main: str,
+    lead: str = "",
+    footer: str = "",
+    *,
+    style: str = "",
+    script: str = "",
+    attributes: str = "",
+    header: str = "",
+) -> str:
+    """A page that stands alone. main, footer, header and attributes (of <html>) are HTML; `script` is the one that its
+    policy lets run, known by its hash."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _PAGE.format(
+        title=html_text(title),
+        style=_STYLE + style,
         mark=_MARK,
-        lead=f'<p class="lead">{_prose(lead)}</p>' if lead else "",
-        main="\n".join(p for p in parts if p),
-        footer=_footer(command, environment or {}),
+        lead=f'<p class="lead">{html_prose(lead)}</p>' if lead else "",
+        main=main,
+        footer=footer,
+        header=header,
+        attributes=f" {attributes}" if attributes else "",
+        policy="style-src 'unsafe-inline'" + (f"; script-src 'sha256-{digest}'" if script else ""),
+        script=f"<script>{script}</script>\n" if script else "",
     )
-    write_text(path, page)
 
 
-def _text(value: object) -> str:
+def html_text(value: object) -> str:
     # Arguments from the command line may hold bytes that are not UTF-8 (as lone surrogates).
     return html.escape(str(value).encode("utf-8", "replace").decode())
 
 
-def _prose(value: object) -> str:
+def html_prose(value: object) -> str:
     """Text whose per cent signs stay with their numbers."""
-    return re.sub(r"(?<=\d) %", "\u00a0%", _text(value))
+    return re.sub(r"(?<=\d) %", "\u00a0%", html_text(value))
 
 
-def _cards(summary: Sequence[tuple[object, str]]) -> str:
+def html_cards(summary: Sequence[tuple[object, str]]) -> str:
     if not summary:
         return ""
-    cards = "".join(f"<div><dt>{_prose(label)}</dt><dd>{_prose(value)}</dd></div>" for value, label in summary)
+    cards = "".join(f"<div><dt>{html_prose(label)}</dt><dd>{html_prose(value)}</dd></div>" for value, label in summary)
     return f'<dl class="cards">{cards}</dl>'
 
 
-def _table(rows: Sequence[Mapping[str, object]], caption: str) -> str:
+def html_table(rows: Sequence[Mapping[str, object]], caption: str) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
         return ""
     cells = {key: _column([row.get(key) for row in rows]) for key in columns}
     kind = {key: ' class="n"' if i and _numeric(cells[key]) else "" for i, key in enumerate(columns)}
-    head = "".join(f'<th scope="col"{kind[key]}>{_text(key)}</th>' for key in columns)
+    head = "".join(f'<th scope="col"{kind[key]}>{html_text(key)}</th>' for key in columns)
     body = []
     for i in range(len(rows)):
         first, *rest = columns
-        line = f'<th scope="row">{_text(cells[first][i])}</th>'
-        body.append(f"<tr>{line}{''.join(f'<td{kind[k]}>{_text(cells[k][i])}</td>' for k in rest)}</tr>")
+        line = f'<th scope="row">{html_text(cells[first][i])}</th>'
+        body.append(f"<tr>{line}{''.join(f'<td{kind[k]}>{html_text(cells[k][i])}</td>' for k in rest)}</tr>")
     inner = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     # The caption stands outside what scrolls, or it would slide away with the columns.
-    title = f"<figcaption>{_prose(caption)}</figcaption>" if caption else ""
-    label = _text(caption or "Results")
+    title = f"<figcaption>{html_prose(caption)}</figcaption>" if caption else ""
+    label = html_text(caption or "Results")
     scroll = f'<div class="scroll" role="region" aria-label="{label}" tabindex="0">{inner}</div>'
     return f'<figure class="panel">{title}{scroll}</figure>'
 
@@ -129,14 +150,14 @@ def _numeric(cells: Sequence[str]) -> bool:
 
 def _picture(picture: Picture) -> str:
     width, height = _size(picture.png)
-    image = f'<img src="{_data(picture.png)}" width="{width}" height="{height}" alt="{_text(picture.alt)}">'
+    image = f'<img src="{_data(picture.png)}" width="{width}" height="{height}" alt="{html_text(picture.alt)}">'
     if picture.narrow is not None:
         width, height = _size(picture.narrow)
         source = (
             f'<source media="(max-width: 40rem)" srcset="{_data(picture.narrow)}" width="{width}" height="{height}">'
         )
         image = f"<picture>{source}{image}</picture>"
-    caption = f"<figcaption>{_prose(picture.caption)}</figcaption>" if picture.caption else ""
+    caption = f"<figcaption>{html_prose(picture.caption)}</figcaption>" if picture.caption else ""
     return f'<figure><div class="frame">{image}</div>{caption}</figure>'
 
 
@@ -154,16 +175,16 @@ def _data(png: bytes) -> str:
 def _notes(notes: Sequence[str]) -> str:
     if not notes:
         return ""
-    paragraphs = "".join(f"<p>{_prose(note)}</p>" for note in notes)
+    paragraphs = "".join(f"<p>{html_prose(note)}</p>" for note in notes)
     return f'<section class="notes" aria-labelledby="notes"><h2 id="notes">Notes</h2>{paragraphs}</section>'
 
 
-def _footer(command: str, environment: Mapping[str, object]) -> str:
+def html_footer(command: str, environment: Mapping[str, object]) -> str:
     parts = []
     if command:
-        parts.append(f'<h2>Run it again</h2><pre tabindex="0"><code>{_text(command)}</code></pre>')
+        parts.append(f'<h2>Run it again</h2><pre tabindex="0"><code>{html_text(command)}</code></pre>')
     if environment:
-        facts = "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in environment.items())
+        facts = "".join(f"<div><dt>{html_text(k)}</dt><dd>{html_text(v)}</dd></div>" for k, v in environment.items())
         parts.append(f'<h2>Environment</h2><dl class="facts">{facts}</dl>')
     return f"<footer>{''.join(parts)}</footer>" if parts else ""
 
@@ -179,18 +200,18 @@ _MARK = (
 )
 
 _PAGE = """<!doctype html>
-<html lang="en">
+<html lang="en"{attributes}>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; {policy}">
 <title>{title}</title>
 <style>{style}</style>
 </head>
 <body>
 <header>
-<p class="brand">{mark}adaptivit</p>
+<p class="brand">{mark}adaptivit{header}</p>
 <h1>{title}</h1>
 {lead}
 </header>
@@ -198,20 +219,22 @@ _PAGE = """<!doctype html>
 {main}
 </main>
 {footer}
-</body>
+{script}</body>
 </html>
 """
 
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #fbfbfa; --card: #fff; --line: #e5e7e6; --ink: #1c2024; --soft: #5c666e; --accent: #0c766d; --shade: 1;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #131517; --card: #1b1e21; --line: #2c3135; --ink: #eceeef; --soft: #a0a9b0; --accent: #5fd4c4; --shade: .92;
-  }
-}
+_LIGHT = (
+    "--page: #fbfbfa; --card: #fff; --line: #e5e7e6; --ink: #1c2024; --soft: #5c666e; --accent: #0c766d; --shade: 1"
+)
+_DARK = "--page: #131517; --card: #1b1e21; --line: #2c3135; --ink: #eceeef; --soft: #a0a9b0; --accent: #5fd4c4"
+_DARK += "; --shade: .92"
+_STYLE = f"""
+:root {{ color-scheme: light dark; {_LIGHT} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}
+:root[data-theme=light] {{ color-scheme: light; {_LIGHT} }}
+:root[data-theme=dark] {{ color-scheme: dark; {_DARK} }}
+"""
+_STYLE += """
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body {

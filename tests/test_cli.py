@@ -25,11 +25,12 @@ from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig
 from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
+from adaptivit.visualize_config import VisualizeConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
-CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig}
+CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
 CONFIGS |= {"recipes": RecipesConfig, "reproduce": ReproduceConfig}
-POSITIONAL = (("predict", "images"), ("recipes", "name"), ("reproduce", "table"))
+POSITIONAL = (("predict", "images"), ("recipes", "name"), ("reproduce", "table"), ("visualize", "checkpoint"))
 
 
 def plain(text: str) -> str:

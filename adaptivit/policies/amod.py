@@ -54,6 +54,7 @@ class AMoD(Policy):
         if view.layer not in self.blocks:
             return None
         assert state.received is not None
+        view.note(state.received, view.layer)
         gate = state.received if self.settings.multiply else None
         return sit_out(state.received.detach(), view, self.settings.capacity, gate)
 

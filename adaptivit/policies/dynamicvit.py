@@ -94,6 +94,7 @@ class DynamicViT(Policy):
         log_p = view.apply(self.score_predictor[stage], over=state.decision)  # [B, N, 2]
         patches, total = view.patches, view.present.shape[1] - self.shape.prefix
         state.scores.append(log_p[..., 0].detach())
+        view.note(log_p[..., 0], view.layer)
         weight, count = None, None
         if self.training:
             drawn = hard_gumbel(log_p)[..., 0]

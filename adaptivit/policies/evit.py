@@ -61,6 +61,7 @@ class EViT(Policy):
         if after >= before:
             return None
         score, patches = view.found["class_row"], view.patches
+        view.note(score, view.layer + 1)
         leaving = patches & ~top(score, patches, after)
         if not self.settings.fuse:
             state.append(after)

@@ -80,6 +80,7 @@ class Fold(Policy):
         if settings.power:
             alike, _ = similarity.nearest(patches)
             score = score * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** settings.power
+        view.note(score, view.layer + 1)
         say = state.size * seen.clamp_min(1e-9) ** settings.value
         merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity, say)
         assert merge.size is not None

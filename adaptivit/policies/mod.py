@@ -61,5 +61,6 @@ class MoD(Policy):
         if str(view.layer) not in self.routers:
             return None
         score = view.apply(self.routers[str(view.layer)])[..., 0].float()
+        view.note(score, view.layer)
         gate = {"raw": score, "sigmoid": torch.sigmoid(score), "none": None}[self.settings.gate]
         return sit_out(score.detach(), view, self.settings.capacity, gate)

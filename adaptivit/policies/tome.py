@@ -75,6 +75,9 @@ class ToMe(Policy):
         view.spend(float(a.shape[1] * b.shape[1] * keys.shape[-1]))
         score = score.masked_fill((a < prefix)[:, :, None] | (b < prefix)[:, None, :], float("-inf"))
         best, partner = score.max(-1)
+        if "keep_scores" in view.asked:
+            unranked = torch.full(view.present.shape, float("nan"), device=best.device)
+            view.note(unranked.scatter(1, a, -best.float()), view.layer + 1)
         edge = best.argsort(dim=-1, descending=True, stable=True)
         gone, stay = edge[:, :r], edge[:, r:]
         if prefix:  # without a class token the authors leave them by falling similarity

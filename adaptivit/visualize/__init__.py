@@ -1,0 +1,50 @@
+"""See what an adaptive model does with images: halting maps, animations, charts, and one HTML report.
+
+    import adaptivit
+
+    adaptivit.visualize.report(model, ["cat.jpg", "photos/"], out="seen")
+    seen = adaptivit.visualize.look(model, "cat.jpg")
+    adaptivit.visualize.strip(seen, 0).save("cat_blocks.png")
+
+Pictures of single images are PIL images, charts over many are matplotlib figures; animation gives a GIF as bytes.
+"""
+
+from .charts import accuracy, confidence, depths, live, planned, positions, scores
+from .charts import importance as importance_chart
+from .classes import by_class, gain_and_lose, shallow_and_deep
+from .collect import data_set, look
+from .importance import Importance, leave_one_out
+from .paint import animation, easy_and_hard, frames, maps, overlay, painted, plan_sheet, strip
+from .seen import Plans, Scores, Seen
+from .writing import report, write
+
+__all__ = [
+    "Importance",
+    "Plans",
+    "Scores",
+    "Seen",
+    "accuracy",
+    "animation",
+    "by_class",
+    "confidence",
+    "data_set",
+    "depths",
+    "easy_and_hard",
+    "frames",
+    "gain_and_lose",
+    "importance_chart",
+    "leave_one_out",
+    "live",
+    "look",
+    "maps",
+    "overlay",
+    "painted",
+    "plan_sheet",
+    "planned",
+    "positions",
+    "report",
+    "scores",
+    "shallow_and_deep",
+    "strip",
+    "write",
+]

@@ -1,0 +1,271 @@
+"""Charts of what a model did with many images, as matplotlib figures of one size: PNG for talks, SVG for the report.
+
+Shapes: B images, L blocks, P patches, S places where patches were scored.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from ..errors import UserError
+from ..pictures import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _depth_bars, _figure, _headline, _live_bars
+from .seen import Array, Seen
+
+if TYPE_CHECKING:
+    from .importance import Importance
+
+_WIDTH, _HEIGHT = 550, 440  # at pictures.DPI; small, so that words stay readable on a phone
+_LEFT, _RIGHT, _BELOW, _ABOVE = 72, 26, 74, 104
+WRONG = "#c2571a"
+# colours of a figure -> what the report's light and dark theme call them
+_THEME = {
+    INK: "var(--ink)",
+    MUTED: "var(--soft)",
+    FAINT: "var(--line)",
+    "#f0f2f4": "var(--line)",
+    "#b9c0c6": "var(--soft)",
+    ACCENT: "var(--accent)",
+    WRONG: "var(--wrong)",
+}
+
+
+def _panel(x: str = "", y: str = "", right: int = _RIGHT, lines: int = 1) -> tuple[Any, Any]:
+    """A figure with one plot; x and y name its axes, `lines` is how many lines the numbers below it take."""
+    left, below = _LEFT + (28 if y else 0), _BELOW + 20 * (lines - 1)
+    figure = _figure(_WIDTH, _HEIGHT)
+    axes = _axes(figure, left, below, _WIDTH - left - right, _HEIGHT - below - _ABOVE)
+    axes.set_xlabel(x, fontsize=8, color=MUTED, labelpad=6)
+    axes.set_ylabel(y, fontsize=8, color=MUTED, labelpad=6)
+    return figure, axes
+
+
+def _per_cent(axes: Any) -> None:
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+
+
+def _rules(axes: Any) -> None:
+    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def live(seen: Seen) -> Any:
+    """Mean tokens computed in each block, beside static's."""
+    figure, axes = _panel()
+    _live_bars(axes, seen.live.mean(1), seen.attended.shape[-1] + seen.prefix, seen.method)
+    return figure
+
+
+def depths(seen: Seen) -> Any:
+    """How deep patches go."""
+    figure, axes = _panel()
+    _depth_bars(axes, 100 * np.bincount(seen.depth.ravel(), minlength=seen.layers + 1) / seen.depth.size)
+    return figure
+
+
+def positions(seen: Seen) -> Any:
+    """Mean depth at every place of the image (A-ViT Fig. 4a)."""
+    figure, axes = _panel()
+    mean = seen.depth.mean(0).reshape(seen.grid)
+    low, high = float(mean.min()), float(mean.max())
+    if high - low < 0.1:
+        low, high = low - 0.5, high + 0.5
+    axes.pcolormesh(mean[::-1], cmap=COLOURS, vmin=low, vmax=high, edgecolors="face", linewidth=0.2)
+    axes.set_aspect("equal", anchor="W")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines["bottom"].set_visible(False)
+    side = _HEIGHT - _BELOW - _ABOVE + 40
+    axes.set_position((_LEFT / _WIDTH, 34 / _HEIGHT, side * seen.grid[1] / seen.grid[0] / _WIDTH, side / _HEIGHT))
+    box = axes.get_window_extent()
+    bar = _axes(figure, box.x0 + min(box.width, 400) + 22, box.y0, 16, box.height)
+    bar.pcolormesh(np.linspace(low, high, 65)[:-1, None], cmap=COLOURS, edgecolors="face", linewidth=0.2)
+    bar.set_xticks([])
+    bar.spines["bottom"].set_visible(False)
+    marks = np.linspace(low, high, 5)
+    bar.set_yticks(np.linspace(0, 64, 5), [f"{v:.1f}" for v in marks])
+    bar.yaxis.tick_right()
+    bar.tick_params(length=0, labelsize=8, labelcolor=MUTED, pad=4)
+    images = f"{len(seen)} images" if len(seen) > 1 else "one image"
+    _headline(axes, "Mean depth by position", f"{images}; blocks computed at each place")
+    return figure
+
+
+def scores(seen: Seen) -> Any:
+    """The distribution of what patches are judged by, block by block (A-ViT Fig. 4b)."""
+    if seen.scores is None:
+        raise UserError(f"{seen.policy} gives patches no scores.")
+    figure, axes = _panel("block" if seen.scores.stops else "block whose tokens it chooses", seen.scores.name)
+    values = seen.scores.values.reshape(len(seen.scores.blocks), -1)
+    boxes = []
+    for at, row in zip(seen.scores.blocks, values, strict=True):
+        row = row[np.isfinite(row)]
+        if row.size:
+            q = np.quantile(row, (0.05, 0.25, 0.5, 0.75, 0.95))
+            place = at if seen.scores.stops else at + 1
+            boxes.append({"med": q[2], "q1": q[1], "q3": q[3], "whislo": q[0], "whishi": q[4], "label": str(place)})
+    line = {"color": ACCENT, "linewidth": 1.1}
+    axes.bxp(
+        boxes,
+        showfliers=False,
+        patch_artist=True,
+        widths=0.6,
+        boxprops={"facecolor": FAINT, "edgecolor": ACCENT, "linewidth": 1.1},
+        medianprops={"color": INK, "linewidth": 1.6},
+        whiskerprops=line,
+        capprops=line,
+    )
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    _rules(axes)
+    _headline(axes, f"{seen.scores.name.capitalize()} by block", "live patches: median, quartiles, 5 to 95 %")
+    return figure
+
+
+def planned(seen: Seen, stage: int) -> Any:
+    """Planned against executed depth at a planner's stage (0 for the first)."""
+    if seen.plans is None:
+        raise UserError(f"{seen.policy} plans no depths; AHT-ViT (aht) with planners does.")
+    plans, layers = seen.plans, seen.layers
+    live = plans.live[stage]
+    plan, done = plans.values[stage][live], plans.halt[live]
+    figure, axes = _panel("planned depth", "executed depth")
+    edges = np.arange(layers + 2) - 0.5
+    counts, _, _ = np.histogram2d(done, plan, bins=(edges, edges))
+    shade = np.ma.masked_equal(np.sqrt(counts), 0)
+    axes.pcolormesh(edges, edges, shade, cmap=COLOURS, edgecolors="face", linewidth=0.2, zorder=2)
+    axes.plot([0.5, layers + 0.5], [0.5, layers + 0.5], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+    axes.set_xlim(0.4, layers + 0.6)
+    axes.set_ylim(0.4, layers + 0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(7, integer=True))
+    detail = "no live patches"
+    if len(plan):
+        r = correlation(plan, done)
+        detail = (
+            f"executed − planned {np.mean(done - plan):+.1f}, correlation {'undefined' if r is None else f'{r:.2f}'}"
+        )
+    _headline(axes, f"Plan made after block {plans.stages[stage]}", detail)
+    return figure
+
+
+def confidence(seen: Seen) -> Any:
+    """Mean depth of every image against the model's confidence, right and wrong answers apart."""
+    figure, axes = _panel("mean depth", "confidence")
+    x, y = seen.mean_depth, seen.confidence
+    right = np.ones(len(seen), bool) if seen.correct is None else seen.correct
+    size = 26 if len(seen) <= 150 else 10
+    common = {"s": size, "alpha": 0.75, "zorder": 3, "rasterized": len(seen) > 600}
+    axes.scatter(x[right], y[right], color=ACCENT, marker="o", linewidths=0, **common)
+    axes.scatter(x[~right], y[~right], color=WRONG, marker="x", linewidths=1.2, **common)
+    _per_cent(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    _rules(axes)
+    r = correlation(x, y)
+    detail = f"{len(seen)} images, correlation {'undefined' if r is None else f'{r:.2f}'}"
+    if seen.correct is not None:
+        detail += f"; ● right, × wrong ({int((~right).sum())})"
+    _headline(axes, "Depth and confidence", detail)
+    return figure
+
+
+def accuracy(seen: Seen, bins: int = 4) -> Any:
+    """Top-1 of images by how deep they went, with 95 % intervals (Wilson)."""
+    if seen.correct is None:
+        raise UserError("Accuracy needs labels.")
+    figure, axes = _panel("mean depth", lines=2)
+    order = np.argsort(seen.mean_depth, kind="stable")
+    parts = [p for p in np.array_split(order, min(bins, len(order))) if len(p)]
+    share = np.array([seen.correct[p].mean() for p in parts])
+    low, high = np.array([wilson(int(seen.correct[p].sum()), len(p)) for p in parts]).T
+    place = np.arange(len(parts))
+    axes.bar(place, share, width=0.62, color=ACCENT, zorder=2)
+    axes.vlines(place, low, high, color=INK, linewidth=1.3, zorder=3)
+    names = [f"{seen.mean_depth[p].min():.1f}–{seen.mean_depth[p].max():.1f}\n{len(p)} images" for p in parts]
+    axes.set_xticks(place, names)
+    _per_cent(axes)
+    _rules(axes)
+    _headline(axes, "Accuracy by depth", f"top-1 of all {len(seen)} images: {100 * seen.correct.mean():.1f} %")
+    return figure
+
+
+def importance(found: Importance) -> Any:
+    """Correlation of scores with leave-one-out importance at every scored block (A-MoD Fig. 4)."""
+    figure, axes = _panel("block from which the patch is left out", "correlation")
+    blocks = np.array([b + 1 for b in found.blocks])
+    for values, name, colour, marker in (
+        (found.pearson, "Pearson", ACCENT, "o"),
+        (found.spearman, "Spearman", WRONG, "s"),
+    ):
+        mean, half = mean_and_half(values)
+        good = np.isfinite(mean)
+        shift = -0.08 if marker == "o" else 0.08
+        axes.plot(
+            blocks[good] + shift, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3
+        )
+        axes.vlines(blocks[good] + shift, (mean - half)[good], (mean + half)[good], color=colour, linewidth=1, zorder=2)
+        words = f"{'●' if marker == 'o' else '■'} {name}"
+        place = (0.02 if marker == "o" else 0.27, 0.04)
+        axes.annotate(words, place, xycoords="axes fraction", fontsize=8, color=colour)
+    axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
+    axes.set_ylim(-1.02, 1.02)
+    axes.set_xlim(blocks.min() - 0.6, blocks.max() + 0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    _rules(axes)
+    images = found.pearson.shape[1]
+    detail = f"{images} images, {found.tokens} patches each; mean and 95 % interval"
+    _headline(axes, "Scores against importance", detail)
+    return figure
+
+
+def correlation(x: Array, y: Array) -> float | None:
+    """Pearson's; None where one of them does not vary."""
+    if len(x) < 3 or np.std(x) < 1e-12 or np.std(y) < 1e-12:
+        return None
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def mean_and_half(values: Array) -> tuple[Array, Array]:
+    """[S, B] -> means over the images [S] and half the width of their 95 % intervals; NaN where nothing is defined."""
+    count = np.isfinite(values).sum(1)
+    filled = np.nan_to_num(values)
+    mean = np.where(count > 0, filled.sum(1) / np.maximum(count, 1), np.nan)
+    spread = np.where(np.isfinite(values), (filled - mean[:, None]) ** 2, 0).sum(1) / np.maximum(count - 1, 1)
+    return mean, np.where(count > 1, 1.96 * np.sqrt(spread / np.maximum(count, 1)), 0.0)
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share."""
+    z, p = 1.96, hits / count
+    middle = (p + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * np.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+    return middle - half, middle + half
+
+
+def png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=220)
+    return out.getvalue()
+
+
+def svg(figure: Any, name: str) -> str:
+    """The figure as inline SVG in the report's own colours and letters; `name` keeps the ids of several apart."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'(xlink:href="#|url\(#)([^")]+)', rf"\1{name}-\2", text)
+    for colour, variable in _THEME.items():
+        text = text.replace(colour, variable)
+    text = re.sub(r"(<text [^>]*?)fill: #ffffff", r"\1fill: var(--card)", text)
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)
+    text = re.sub(r"font: ([^;\"]*?)(\d[\d.]*px)[^;\"]*", r"font-size: \2; font-weight: 650", text)
+    return re.sub(r'width="[^"]*pt" height="[^"]*pt"', 'aria-hidden="true" focusable="false"', text, count=1)

@@ -1,0 +1,125 @@
+"""Do the scores find the patches that matter? Correlation with leave-one-out importance (A-MoD, Sec. 4 and Fig. 4).
+
+Shapes: B images, P patches, S places where patches were scored, T patches that are left out at each.
+
+The importance of a patch at a block is the change of the loss of the vanilla transformer, in which every token goes
+through every block, when that patch is left out from that block on. The same measure serves every policy: nothing of
+its own decisions is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backbone
+from ..errors import UserError
+from ..model import AdaptiveViT
+from .collect import Progress
+from .seen import Array, Seen
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Correlations by scored block and image; NaN where one side does not vary."""
+
+    blocks: list[int]  # [S] counted from 0: the patch is left out from this block on
+    pearson: Array  # [S, B] positive: what matters is what stays
+    spearman: Array  # [S, B]
+    images: list[int]  # [B] indices into Seen
+    chosen: Array  # [S, B, T] patches, -1 where fewer were scored
+    change: Array  # [S, B, T] of the loss, NaN there
+    tokens: int  # T
+
+
+@torch.inference_mode()
+def leave_one_out(
+    model: AdaptiveViT,
+    seen: Seen,
+    *,
+    tokens: int = 24,
+    images: Sequence[int] | int = 8,
+    seed: int = 0,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> Importance:
+    """Leave out up to `tokens` randomly chosen patches, one at a time, at every scored block of some `images`:
+    their indices, or the first so many.
+
+    The loss is the cross-entropy of the label; without labels that of the class that the vanilla transformer says.
+    """
+    if seen.scores is None:
+        raise UserError(f"{seen.policy} gives patches no scores that could be compared with their importance.")
+    if tokens < 3:
+        raise UserError(f"tokens: a correlation takes at least 3 patches, got {tokens}.")
+    scores, random = seen.scores, np.random.default_rng(seed)
+    which = list(range(min(images, len(seen)))) if isinstance(images, int) else list(images)
+    places, count = len(scores.blocks), len(which)
+    tokens = min(tokens, seen.attended.shape[-1])
+    chosen = np.full((places, count, tokens), -1)
+    change = np.full((places, count, tokens), np.nan)
+    pearson, spearman = np.full((places, count), np.nan), np.full((places, count), np.nan)
+    for b, i in enumerate(which):
+        rows = _rows(model, seen.tensor(i))
+        whole = _logits(model, rows[-1])
+        target = whole.argmax(-1) if seen.labels is None else torch.tensor(seen.labels[i : i + 1], device=whole.device)
+        base = float(F.cross_entropy(whole, target))
+        for s, block in enumerate(scores.blocks):
+            scored = np.flatnonzero(np.isfinite(scores.values[s, i]))
+            picked = np.sort(random.permutation(scored)[:tokens])
+            losses = [
+                _without(model, rows[block], part + seen.prefix, block, target)
+                for part in np.array_split(picked, max(1, -(-len(picked) // batch_size)))
+                if len(part)
+            ]
+            if losses:
+                chosen[s, b, : len(picked)] = picked
+                change[s, b, : len(picked)] = torch.cat(losses).cpu().numpy() - base
+                keep = scores.values[s, i, picked] * (-1 if scores.stops else 1)
+                pearson[s, b], spearman[s, b] = correlations(keep, change[s, b, : len(picked)])
+            if progress:
+                progress(b * places + s + 1, count * places)
+    return Importance(scores.blocks, pearson, spearman, which, chosen, change, tokens)
+
+
+def correlations(x: Array, y: Array) -> tuple[float, float]:
+    """Pearson's and Spearman's; NaN for fewer than three pairs or where one side does not vary."""
+    if len(x) < 3 or np.ptp(x) < 1e-12 or np.ptp(y) < 1e-12:
+        return float("nan"), float("nan")
+    return float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks; equals share their mean."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def _rows(model: AdaptiveViT, image: Tensor) -> list[Tensor]:
+    """[1, N, D] before every block and after the last, with every token in every block."""
+    first = next(model.parameters())
+    rows = [backbone.embed(model.vit, image[None].to(first.device, first.dtype))]
+    for block in model.vit.blocks:
+        rows.append(block(rows[-1]))
+    return rows
+
+
+def _without(model: AdaptiveViT, rows: Tensor, left: Array, block: int, target: Tensor) -> Tensor:
+    """[T] losses, each with one slot of `left` missing from the rows [1, N, D] that enter `block`."""
+    slots = torch.arange(rows.shape[1])
+    others = torch.stack([slots[slots != int(i)] for i in left]).to(rows.device)  # [T, N - 1]
+    rows = rows[0][others]
+    for later in model.vit.blocks[block:]:
+        rows = later(rows)
+    return F.cross_entropy(_logits(model, rows), target.expand(len(left)), reduction="none")
+
+
+def _logits(model: AdaptiveViT, rows: Tensor) -> Tensor:
+    shape = model.shape
+    return backbone.head(model.vit, rows[:, : shape.read] if shape.read < shape.tokens else rows)[1].float()
