@@ -1,9 +1,9 @@
 """Find what each position of a policy's dial costs, on unlabelled images; see docs/calibrate.md.
 
 A dial that fixes counts costs the same for every image, so one image tells all: the interval of positions is halved
-where neighbours differ by more than FINE of static's MACs, until there is no step between them. A dial that shifts
-scores has no bounds: the interval is doubled until almost nothing more changes, then halved on a few images down to
-COARSE, and the positions so found are measured on all images.
+where neighbours differ by more than half a token a block. A dial that shifts scores has no bounds: the interval is
+doubled until almost nothing more changes, then halved on a few images down to COARSE, and the positions so found are
+measured on all images.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from .output import Output
 if TYPE_CHECKING:
     from .model import AdaptiveViT
 
-COARSE, FINE = 0.045, 0.003  # of static's MACs
-FEW = 48  # images that positions are looked for with
+COARSE = 0.045  # of static's MACs
+MOST = 400  # positions
+FEW = 32  # images that positions are looked for with
 FAR = 2.0**14  # a shift that no score withstands
 TIMES = 9  # positions whose time is measured
 
@@ -126,10 +127,9 @@ def _batches(model: AdaptiveViT, images: Tensor | Sequence[Tensor], batch_size: 
 # -- the curve -------------------------------------------------------------------------------------------------------
 def _steps(model: AdaptiveViT, batches: Sequence[Tensor]) -> list[Point]:
     """Every step of a dial that fixes counts, from dear to cheap."""
-    meter, static = Meter(model, [batches[0][:1]]), static_macs(model)
+    meter = Meter(model, [batches[0][:1]])
     dear, cheap = model.policy.positions()
-    found = [meter(dear), meter(cheap)]
-    return _halved(meter, found, FINE * static, abs(dear - cheap) / 4096, 400)
+    return _halved(meter, [meter(dear), meter(cheap)], lambda a, b: a.live - b.live > 0.5, abs(dear - cheap) / 1024)
 
 
 def _slope(model: AdaptiveViT, batches: Sequence[Tensor], static: float, progress: Progress | None) -> list[Point]:
@@ -151,11 +151,11 @@ def _slope(model: AdaptiveViT, batches: Sequence[Tensor], static: float, progres
         while near < FAR and abs(pilot(sign * near).macs - far.macs) > COARSE / 4 * static:
             near *= 2
         ends.append(sign * near)
-    found = _halved(pilot, [pilot(ends[0]), pilot(ends[1])], COARSE * static, 1e-4, 64)
+    found = _halved(pilot, [pilot(end) for end in ends], lambda a, b: a.macs - b.macs > COARSE * static, 1e-4)
     positions = [p.knob for p in found]
     total = done + len(positions) * len(batches)
     meter = Meter(model, batches, step)
-    return _halved(meter, [meter(p) for p in positions], 1.3 * COARSE * static, 1e-4, len(positions) + 16)
+    return _halved(meter, [meter(p) for p in positions], lambda a, b: a.macs - b.macs > 1.3 * COARSE * static, 1e-4)
 
 
 def _first(batches: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -164,17 +164,17 @@ def _first(batches: Sequence[Tensor], count: int) -> list[Tensor]:
     return list(joined[:count].split(len(batches[0])))
 
 
-def _halved(meter: Meter, points: list[Point], gap: float, nearest: float, most: int) -> list[Point]:
-    """More positions wherever two neighbours are further apart than `gap` MACs, the widest gap first."""
-    while len(points) < most:
-        wide = [
+def _halved(meter: Meter, points: list[Point], wide: Callable[[Point, Point], bool], nearest: float) -> list[Point]:
+    """More positions between neighbours that are `wide` apart and not yet `nearest`, the widest gap first."""
+    while len(points) < MOST:
+        gaps = [
             (abs(a.macs - b.macs), i)
             for i, (a, b) in enumerate(itertools.pairwise(points))
-            if abs(a.knob - b.knob) > nearest
+            if wide(a, b) and abs(a.knob - b.knob) > nearest
         ]
-        width, i = max(wide, default=(0.0, 0))
-        if width <= gap:
+        if not gaps:
             break
+        _, i = max(gaps)
         points.insert(i + 1, meter((points[i].knob + points[i + 1].knob) / 2))
     return points
 

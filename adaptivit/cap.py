@@ -3,8 +3,8 @@
 Shapes: B images, N slots, L blocks.
 
 With f_l(n) what block l costs with n tokens, evidence and the policy's own modules included, an image that has spent s
-goes on untouched as long as the next block can be paid and the least that must follow it (the prefix tokens alone, or
-nothing where the whole image can leave):
+goes on untouched as long as the next block can be paid and the least that must follow it (the prefix tokens alone where
+the policy never lets them go, else nothing):
 
     s + f_{l+1}(n) + sum_{j > l+1} f_j(least) <= max_macs
 
@@ -49,8 +49,8 @@ class Cap:
 
 
 def least_tokens(policy: Policy) -> int:
-    """Tokens that no limit lets go: class, distillation and register tokens, or none where the image leaves whole."""
-    return 0 if policy.whole else policy.shape.prefix
+    """Tokens that no limit lets go: class, distillation and register tokens, where the policy never does."""
+    return policy.shape.prefix if policy.prefix_stays else 0
 
 
 def block_macs(policy: Policy, costs: CostModel, device: torch.device | None = None) -> Tensor:

@@ -19,14 +19,14 @@ import adaptivit
 from adaptivit.bench_config import CompareConfig
 from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
-from adaptivit.config import EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
+from adaptivit.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
 from adaptivit.recipes import RECIPES
 from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
-CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig}
+CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "calibrate": CalibrateConfig}
 
 
 def plain(text: str) -> str:
@@ -67,11 +67,11 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
             assert meaning, f"{cls.__name__}.{name} has no meaning"
             assert plain(meaning) in said, f"the meaning of {cls.__name__}.{name} is not shown"
             flag = "--" + name.replace("_", "-")
-            assert flag in said or (command, name) == ("predict", "images")
+            assert flag in said or (command, name) in (("predict", "images"), ("calibrate", "checkpoint"))
             if default is not dataclasses.MISSING and not isinstance(default, bool):
                 shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 assert f"(default: {shown})" in said
-    if command != "quickstart":
+    if command not in ("quickstart", "calibrate"):
         for policy, cls in SETTINGS.items():
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):

@@ -35,7 +35,6 @@ class ACT(Policy):
     """Facts: those of Halting, the same for every token of an image."""
 
     dial = "shift"
-    whole = True
 
     def __init__(self, settings: ACTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -32,7 +32,6 @@ class Policy(nn.Module):
     # what a budget turns (calibrate.py): "shift" where the policy heeds view.shift, which is added to the logit of
     # leaving, so that more is cheaper; or the setting that fixes how many tokens stay; None: it cannot be dialled
     dial: str | None = None
-    whole = False  # an image leaves as one, never token by token
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__()

@@ -44,7 +44,6 @@ class Exits(Policy):
 
     offers = frozenset({"exits"})
     dial = "shift"
-    whole = True
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -50,7 +50,6 @@ class PonderNet(Policy):
             raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
         if settings.unit == "token" and shape.read == shape.tokens:
             raise UserError("unit: 'token' needs a head that reads a class token, whose chance weighs the exits.")
-        self.whole = settings.unit == "image"
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return 0.0, 0.0
