@@ -97,7 +97,7 @@ def test_milliseconds() -> None:
     assert timed.position(parse("2 ms"), "here") == 2.0
     with pytest.raises(UserError, match=r"measured on here and do not hold on there; call model.calibrate"):
         timed.position(parse("3 ms"), "there")
-    with pytest.raises(UserError, match="1 ms is below the least .* 2 ms for 4 images on here"):
+    with pytest.raises(UserError, match=r"1 ms is below the least .* 2 ms for 4 images on here"):
         timed.position(parse("1 ms"), "here")
     assert timed.position(parse("-4%"), "there") == 0.0  # MACs hold everywhere
 
