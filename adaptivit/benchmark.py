@@ -10,7 +10,6 @@ import copy
 import datetime
 import gc
 import importlib.metadata
-import platform
 import statistics
 import warnings
 from collections.abc import Iterator, Mapping
@@ -41,6 +40,7 @@ from .benchmark_contenders import (
 )
 from .commands import device_of
 from .cost import CostModel
+from .device import processor
 from .environment import commit
 from .errors import UserError, first_line
 from .factory import create
@@ -306,7 +306,7 @@ def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
         triton = ""
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
         "torch": torch.__version__,
         "triton": triton,
         "timm": timm.__version__,
@@ -315,14 +315,6 @@ def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
         "repeats": config.repeats,
         "seed": config.seed,
     }
-
-
-def _processor() -> str:
-    try:
-        names = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
 
 
 def _cell(value: Any) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import schedule
 from .decision import Trace
+from .dial import Budgets, Turn, turns
 from .errors import UserError
 from .layouts import PackedOnDevice
 from .output import Output
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class Captured:
     """A model's forward pass for batches of up to `batch` images, as a CUDA graph.
 
-    Weights may be trained on between calls; settings of the policy, device and dtype may not change.
+    Weights may be trained on between calls; settings of the policy, device and dtype may not change. A budget may,
+    where the policy's dial shifts scores; one that fixes counts, and with them all shapes, stays as it was.
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class Captured:
             self.layout, self.plan = choice.type.name, None
             if choice.type is PackedOnDevice:
                 self.plan = schedule.plan(model, batch, profile)
-            plan = self.plan
-            self._pattern = model._run(choice, self._images, plan=plan)
+            plan, turn = self.plan, self._first_turn()
+            self._turn = turn
+            self._pattern = model._run(choice, self._images, plan=plan, turn=turn)
 
             def run(images: Tensor) -> list[Tensor]:
-                return _tensors(model._run(choice, images, plan=plan))
+                return _tensors(model._run(choice, images, plan=plan, turn=turn))
 
             step: Callable[[Tensor], list[Tensor]] = run
             if self.compiled:
@@ -76,7 +79,32 @@ class Captured:
             with torch.cuda.graph(self._graph):
                 self._made = step(self._images)
 
-    def __call__(self, images: Tensor) -> Output:
+    def _first_turn(self) -> Turn:
+        """Where the dial stands, in tensors that the graph reads anew at every replay."""
+        model, images = self.model, self._images
+        (turn,) = turns(model, images)
+        if turn.shift is None and model.policy.dial == "shift" and model.calibration is not None:
+            turn = replace(turn, shift=torch.zeros(self.batch, device=images.device))
+        return turn
+
+    def _set(self, images: Tensor, budget: Budgets | None, max_macs: Budgets | None) -> None:
+        """Write the budget and the limit of this call where the graph reads them."""
+        now, model = self._turn, self.model
+        free = budget is None and max_macs is None and model._budget is None and model._limit is None
+        if free and now.policy is model.policy and now.shift is None and now.limit is None:
+            return
+        wanted = turns(model, images, budget, max_macs)
+        if len(wanted) > 1 or wanted[0].policy is not now.policy:
+            raise UserError("Captured at another budget, which fixes all shapes; capture again after setting it.")
+        shift, limit = wanted[0].shift, wanted[0].limit
+        if (shift is not None and now.shift is None) or (limit is not None and now.limit is None):
+            raise UserError("Captured before calibration, or without max_macs; capture again.")
+        if now.shift is not None:
+            now.shift[: len(images)] = 0.0 if shift is None else shift
+        if now.limit is not None:
+            now.limit[: len(images)] = float("inf") if limit is None else limit
+
+    def __call__(self, images: Tensor, *, budget: Budgets | None = None, max_macs: Budgets | None = None) -> Output:
         """Classify `images` [b, C, H, W], b <= batch. The answer is the caller's own.
 
         Its trace says who was computed where; the policy's steps and facts come from the model itself.
@@ -86,6 +114,7 @@ class Captured:
         if any(weight.data_ptr() != place for weight, place in self._ends):
             raise UserError("The model was converted or moved after capture; capture it again.")
         with torch.inference_mode():
+            self._set(images, budget, max_macs)
             self._images[: len(images)].copy_(images)
             self._graph.replay()
             return _answer(self._pattern, self._made, len(images))

@@ -46,6 +46,8 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any]) -> No
         "preprocessing": model.preprocessing.to_config(),
         "class_names": model.class_names,
         "whole": None if model.whole is None else asdict(model.whole),
+        "calibration": None if model.calibration is None else model.calibration.to_config(model.budget),
+        "max_macs": model.max_macs,
     } | extra
     with new_directory(directory) as place:
         write_bytes(place / "model.safetensors", to_bytes({k: v.cpu().clone() for k, v in tensors(model).items()}))

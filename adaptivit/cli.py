@@ -14,7 +14,7 @@ from rich.console import Console
 from . import __version__
 from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
-from .config import EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
+from .config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
 from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig
@@ -30,6 +30,7 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "reproduce": (ReproduceConfig, "run a table or figure of ours or of a paper again"),
     "sweep": (SweepConfig, "search over settings on the validation images"),
     "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
+    "calibrate": (CalibrateConfig, "set what a checkpoint costs: a budget in MACs, percent or ms"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
     "visualize": (VisualizeConfig, "see which tokens stop, skip or merge: pictures and an HTML report"),
     "benchmark": (BenchmarkConfig, "throughput and latency beside static baselines, in one run"),
@@ -81,7 +82,19 @@ def _run(given: list[str]) -> None:
         _runner(command)(_parse(command, rest))
 
 
+def _joined(rest: list[str]) -> list[str]:
+    """`--budget -33%` as one word, since a value may not look like a flag."""
+    words: list[str] = []
+    for word in rest:
+        if words and words[-1] in ("--budget", "--max-macs") and word[:1] in "-−" and word[1:2].isdigit():
+            words[-1] += "=" + word
+        else:
+            words.append(word)
+    return words
+
+
 def _parse(command: str, rest: list[str]) -> Any:
+    rest = _joined(rest)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     twice = next((flag for flag in flags if flags.count(flag) > 1), "")
     if twice in _LISTS:  # of other flags the last one counts

@@ -23,7 +23,7 @@ from . import predict as prediction
 from .arrays import evaluation_images
 from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
-from .config import EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
+from .config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .data import Labelled
 from .errors import UserError
 from .factory import create, load
@@ -74,7 +74,16 @@ def benchmark(config: BenchmarkConfig) -> None:
 
 
 def build(config: ModelConfig) -> AdaptiveViT:
-    """The model that a command line names."""
+    """The model that a command line names, at the budget that it names."""
+    model = _built(config)
+    if config.budget is not None:
+        model.budget = config.budget
+    if config.max_macs is not None:
+        model.max_macs = config.max_macs
+    return model
+
+
+def _built(config: ModelConfig) -> AdaptiveViT:
     if (config.checkpoint is None) == (config.backbone is None):
         raise UserError("Expected either --checkpoint DIR or --backbone NAME (with --weights FILE and --policy).")
     if config.checkpoint is not None:
@@ -218,6 +227,13 @@ def append_csv(path: str | Path, row: dict[str, Any]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, out.getvalue())
+
+
+def calibrate(config: CalibrateConfig) -> None:
+    """adaptivit calibrate"""
+    from .calibrate_report import run
+
+    run(config)
 
 
 def predict(config: PredictConfig) -> None:

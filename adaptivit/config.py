@@ -229,9 +229,50 @@ class ModelConfig:
     """Weights for that backbone: .safetensors or .pth in timm's keys."""
     img_size: int | None = None
     """Image size in pixels; default: the backbone's."""
+    budget: str | None = None
+    """What an image may cost in the mean: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint. none: its
+    settings."""
+    max_macs: str | None = None
+    """What any single image may cost at most: '1.0 GMACs' or -20%."""
 
     def __post_init__(self) -> None:
         _size(self.img_size)
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Find how a policy meets a budget, on unlabelled images, and keep the curve in the checkpoint.
+
+    Example: adaptivit calibrate runs/train/model --data photos/ --budget -33%
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """Directory saved by `train` or save_pretrained."""
+    data: str
+    """Images: a folder (labels are not looked at), or .npz with x, train_x, val_x or test_x."""
+    budget: str | None = None
+    """Set this budget: '0.8 GMACs', -33% or '3 ms'. Without one only the curve is measured."""
+    out: str | None = None
+    """Write a new checkpoint directory; default: add to the one that was given."""
+    check: str | None = None
+    """Images to check the curve on; default: every second one of --data, which the curve then does not see."""
+    limit: int = 512
+    """At most so many images for the curve, and as many to check it."""
+    latency_batch: int | None = None
+    """Also measure milliseconds, of a batch of so many images on this device; 1 for a budget in ms."""
+    batch_size: int = 32
+    """Images at a time."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    workers: int = 0
+    """Data-loading processes."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "batch_size"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("workers", self.workers, 0)
+        if self.latency_batch is not None:
+            _at_least("latency_batch", self.latency_batch, 1)
 
 
 @dataclass(frozen=True)

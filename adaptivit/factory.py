@@ -15,7 +15,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from . import checkpoint
+from . import checkpoint, dial
 from .backbone import Shape, inspect
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
@@ -104,7 +104,8 @@ def load(directory: str | Path) -> AdaptiveViT:
         model.class_names = config.get("class_names")
         model.whole = Shape(**config["whole"]) if config.get("whole") else None
         model.preprocessing = Preprocessing.from_config(config["preprocessing"])
-    except (KeyError, TypeError, AttributeError) as error:
+        dial.restore(model, config.get("calibration"), config.get("max_macs"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WeightsError(f"Damaged checkpoint: {directory}/config.json ({error!r}).") from None
     checkpoint.load_tensors(model, directory)
     return model.eval()

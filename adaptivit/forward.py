@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import backbone
 from .backbone import Shape, Taps
+from .cap import Cap
 from .cost import CostModel, Spent, row_macs
 from .decision import Step, Trace, When, detached
 from .layouts import Layout
@@ -32,18 +33,23 @@ def forward(
     images: Tensor,
     ask: Collection[str] = (),
     blocks: Any = backbone,
+    shift: Tensor | None = None,
+    limit: Tensor | None = None,
 ) -> Output:
     """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act.
 
     `blocks` has the functions embed, attention and mlp: backbone.py, or fused.py (GPU) and lean.py (CPU) with the same
-    in fewer passes.
+    in fewer passes. `shift` [B] is where a budget has set the policy's dial (budget.py), `limit` [B] what each image
+    may cost at most (cap.py).
     """
     x = blocks.embed(vit, images)
     dense = not {"tokens", "patches"}.isdisjoint(ask) or shape.read == shape.tokens
     read = x.shape[1] if dense else shape.read
     layout = layout_type(x, read)
     layout.prefix_stays = policy.prefix_stays
-    run = _Run(layout, CostModel(shape, x.shape[1]), read)
+    run = _Run(layout, CostModel(shape, x.shape[1]), read, shift=None if shift is None else shift[:, None])
+    if limit is not None:
+        run.cap = Cap(policy, run.costs, limit)
     state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
     for layer, block in enumerate(vit.blocks):
         layout.layer = layer
@@ -52,6 +58,8 @@ def forward(
 
         run.answer(layer, "before", policy.before(view, state))
         run.attended.append(layout.here)
+        if run.cap is not None:
+            run.cap.pay(layer, layout.here)
         blocks.attention(block, layout, taps)
         view.found.update(taps.found or {})
 
@@ -109,6 +117,8 @@ class _Run:
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
+    shift: Tensor | None = None  # [B, 1]
+    cap: Cap | None = None
 
     def answer(self, layer: int, when: When, decision: object) -> None:
         """Take the policy's share for the readout, then let the layout do the rest."""
@@ -157,6 +167,25 @@ class View:
     def patches(self) -> Tensor:
         """[B, N] bool: the present tokens that are not class, distillation or register tokens."""
         return self.present & (torch.arange(self.present.shape[1], device=self.present.device) >= self.shape.prefix)
+
+    @property
+    def shift(self) -> Tensor | None:
+        """[B, 1] what a budget adds to the logit of leaving, for policies whose dial is "shift"; None without one."""
+        return self._run.shift
+
+    def surplus(self, stay: Tensor, standing: Tensor) -> Tensor | None:
+        """[B, U] bool: who of those that would `stay` [B, U] must leave as well, so that max_macs holds; None without
+        that limit. The highest `standing` [B, U] leaves first, prefix tokens last. U = 1 stands for the image."""
+        cap = self._run.cap
+        if cap is None:
+            return None
+        if stay.shape[1] == 1:
+            count = self.present.sum(-1)
+            return stay & (cap.allowed(self.layer, count) < count)[:, None]
+        slot = torch.arange(stay.shape[1], device=stay.device)
+        order = torch.where(slot < self.shape.prefix, -1.0, standing).masked_fill(~stay, float("inf"))
+        rank = order.argsort(dim=-1, stable=True).argsort(dim=-1)
+        return stay & (rank >= cap.allowed(self.layer, stay.sum(-1))[:, None])
 
     def element(self, index: int) -> Tensor:
         """[B, N] one element of every token's row (float32), 0 where it is absent."""

@@ -12,8 +12,10 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone, fused, layouts, lean, policies, recompute
+from . import backbone, dial, fused, layouts, lean, policies, recompute
+from . import budget as budgets
 from .backbone import Shape, inspect
+from .budget import Budget, Calibration
 from .capture import Captured
 from .cost import CostModel
 from .decision import Trace
@@ -21,6 +23,7 @@ from .errors import UserError
 from .forward import forward
 from .layouts import Layout, PackedOnDevice, Plan
 from .output import Output
+from .policies.base import Policy
 from .preprocess import Preprocessing
 
 
@@ -37,20 +40,47 @@ class AdaptiveViT(nn.Module):
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
         self.recompute = False  # in training: blocks are computed again in the backward pass instead of kept
         self.class_names: list[str] | None = None
+        self.calibration: Calibration | None = None  # what each position of the policy's dial costs
+        self._budget: Budget | None = None
+        self._settled: tuple[torch.device, float | None] | None = None  # the position of that budget
+        self._max_macs: str | None = None
+        self._limit: float | None = None
+        self._turned: dict[float, Policy] = {}  # this policy at other positions, with the same parameters
         self.preprocessing = Preprocessing.of(vit)
 
-    def forward(self, images: Tensor, *, layout: str = "auto", ask: Collection[str] = ()) -> Output:
+    def forward(
+        self,
+        images: Tensor,
+        *,
+        layout: str = "auto",
+        ask: Collection[str] = (),
+        budget: dial.Budgets | None = None,
+        max_macs: dial.Budgets | None = None,
+    ) -> Output:
         """Classify `images` [B, C, H, W].
 
         layout: "masked", "packed", "gathered" or "auto". ask: facts wanted though they do not act ("plan"), "tokens"
-        for the last value of every token, "patches" for those of the patches after the final norm.
+        for the last value of every token, "patches" for those of the patches after the final norm. budget, max_macs:
+        instead of the model's own, for all images or one an image.
         """
         self._check(images)
-        return self._run(self._choose(layout, images.device), images, ask)
+        choice = self._choose(layout, images.device)
+        if budget is None and max_macs is None and self._budget is None and self._limit is None:
+            return self._run(choice, images, ask)
+        turns = dial.turns(self, images, budget, max_macs, ask)
+        if len(turns) == 1:
+            return self._run(choice, images, ask, turn=turns[0])
+        return dial.joined(turns, [self._run(choice, images[t.images], ask, turn=t) for t in turns])
 
     def _run(
-        self, choice: layouts.Choice, images: Tensor, ask: Collection[str] = (), plan: Plan | None = None
+        self,
+        choice: layouts.Choice,
+        images: Tensor,
+        ask: Collection[str] = (),
+        plan: Plan | None = None,
+        turn: dial.Turn | None = None,
     ) -> Output:
+        turn = dial.Turn(self.policy) if turn is None else turn
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
@@ -59,7 +89,63 @@ class AdaptiveViT(nn.Module):
             blocks = recompute
         if blocks is backbone and choice.type.compact and not self.training:
             blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else backbone
-        return forward(self.vit, self.shape, self.policy, make, images, ask, blocks)
+        return forward(self.vit, self.shape, turn.policy, make, images, ask, blocks, turn.shift, turn.limit)
+
+    # -- what it may cost --------------------------------------------------------------------------------------
+    def calibrate(
+        self,
+        images: Tensor | Sequence[Tensor],
+        budget: str | float | None = None,
+        *,
+        batch_size: int = 32,
+        latency_batch: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Calibration:
+        """Measure on unlabelled images [n, C, H, W] (or batches of them) what each position of the policy's dial costs,
+        keep the curve, and set `budget`. A budget in milliseconds is for `latency_batch` images (default 1) on the
+        model's device. See docs/calibrate.md."""
+        from .calibrate import calibrate
+
+        return calibrate(self, images, budget, batch_size, latency_batch, progress)
+
+    @property
+    def budget(self) -> str | None:
+        """What an image may cost in the mean: "0.8 GMACs", "-33%", "3 ms"; None: what the policy's settings give."""
+        return None if self._budget is None else self._budget.text
+
+    @budget.setter
+    def budget(self, given: str | float | None) -> None:
+        made = None if given is None else budgets.parse(given)
+        made = None if made is None or made.free else made
+        device = next(self.parameters()).device
+        settled = None if made is None else (device, dial.settle(self, made, device))
+        self._budget, self._settled = made, settled
+
+    def _position(self, device: torch.device) -> float | None:
+        """Where the budget has put the dial. Milliseconds are settled anew on every device."""
+        if self._budget is None:
+            return None
+        if self._settled is None or (self._budget.ms is not None and self._settled[0] != device):
+            self._settled = (device, dial.settle(self, self._budget, device))
+        return self._settled[1]
+
+    def _turn(self, position: float | None) -> Policy:
+        """The policy with its dial, one that fixes counts, at this position."""
+        if position is None:
+            return self.policy
+        if position not in self._turned:
+            self._turned[position] = self.policy.turned(position)
+        return self._turned[position]
+
+    @property
+    def max_macs(self) -> str | None:
+        """What any single image may cost at most, whatever it shows: "1.0 GMACs", "-20%"; None: no limit."""
+        return self._max_macs
+
+    @max_macs.setter
+    def max_macs(self, given: str | float | None) -> None:
+        limit = None if given is None else dial.checked_limit(self, given, self.shape.tokens)
+        self._limit, self._max_macs = limit, None if limit is None else budgets.parse(given).text
 
     def _choose(self, layout: str, device: torch.device) -> layouts.Choice:
         refusal = "training" if self.training else fused.refusal(self.vit, next(self.parameters()).dtype, device)

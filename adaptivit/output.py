@@ -25,11 +25,14 @@ class Output:
     patches: Tensor | None = None  # [B, N - prefix, D] the patches among them after the final norm, when asked for
     spent: tuple[Spent, ...] = ()  # what `parts` adds up
     pooled: int | None = None  # tokens that a pooling head read, where it read fewer than there are slots
+    counted: dict[str, Tensor] | None = None  # `parts`, where several passes were joined and each has counted its own
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
         """[B] MACs by part: embedding, blocks, head, policy (planners, routers that act), evidence, asked (only on
         request). Counted when first asked for."""
+        if self.counted is not None:
+            return self.counted
         blocks = self.costs.blocks(self.trace.live.double(), self.trace.live_mlp.double())
         zero = torch.zeros_like(blocks)
         head = self.costs.head if self.pooled is None else self.costs.head_over(self.pooled)

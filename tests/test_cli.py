@@ -19,7 +19,7 @@ import adaptivit
 from adaptivit.bench_config import CompareConfig
 from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
-from adaptivit.config import EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
+from adaptivit.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
 from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig
@@ -29,8 +29,11 @@ from adaptivit.visualize_config import VisualizeConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
-CONFIGS |= {"recipes": RecipesConfig, "reproduce": ReproduceConfig}
-POSITIONAL = (("predict", "images"), ("recipes", "name"), ("reproduce", "table"), ("visualize", "checkpoint"))
+CONFIGS |= {"recipes": RecipesConfig, "reproduce": ReproduceConfig, "calibrate": CalibrateConfig}
+POSITIONAL = (
+    *(("predict", "images"), ("recipes", "name"), ("reproduce", "table")),
+    *(("visualize", "checkpoint"), ("calibrate", "checkpoint")),
+)
 
 
 def plain(text: str) -> str:
@@ -75,7 +78,7 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
             if default is not dataclasses.MISSING and not isinstance(default, bool):
                 shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 assert f"(default: {shown})" in said
-    if command not in ("quickstart", "recipes", "reproduce"):
+    if command not in ("quickstart", "recipes", "reproduce", "calibrate"):
         for policy, cls in SETTINGS.items():
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):

@@ -129,6 +129,12 @@ def test_python_page() -> None:
     torch.testing.assert_close(space["first"].logits, space["again"].logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("workplace")
+def test_calibrate_page() -> None:
+    space = run(python_blocks("calibrate.md"))
+    assert (space["out"].macs <= 0.75 * space["out"].costs.static).all()
+
+
 def renumber() -> None:
     """Write the present line of every symbol into docs/equations.md."""
 

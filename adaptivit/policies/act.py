@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backbone import Shape
+from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep
 from ..policy_settings import ACTSettings
 from .base import Policy
@@ -33,6 +34,8 @@ class State:
 class ACT(Policy):
     """Facts: those of Halting, the same for every token of an image."""
 
+    dial = "shift"
+
     def __init__(self, settings: ACTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         self.gate = nn.Linear(shape.dim, 1)
@@ -45,9 +48,13 @@ class ACT(Policy):
 
     def after(self, view: View, state: State) -> Decision:
         logit = view.apply_to_images(self.gate, view.image().to(self.gate.weight.dtype)).float()
-        full, mass = state.halting.step(torch.sigmoid(logit), view.layer + 1, view.last)
+        logit = logit if view.shift is None else logit + view.shift
+        full, mass = state.halting.step(torch.sigmoid(logit), view.layer + 1, view.last, surplus=view.surplus)
         share = mass.expand(view.present.shape)
         return Keep(share=share) if view.last else Drop(full.expand(view.present.shape), share=share)
+
+    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+        return 0.0, float(row_macs(self.gate))
 
     def facts(self, state: State) -> dict[str, Tensor]:
         facts = state.halting.facts()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backbone import Shape
+from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
 from ..policy_settings import AHTSettings
@@ -72,6 +73,8 @@ class AHT(Policy):
     """Facts: those of Halting, and with ask=('plan',) or an acting plan: plan [S, B, N], planned [S, B, N] bool,
     stages [S]."""
 
+    dial = "shift"
+
     def __init__(self, settings: AHTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         stages = settings.stages
@@ -101,6 +104,10 @@ class AHT(Policy):
         read = frozenset({self.settings.feature}) - {"residual"}
         return read | {"similarity"} if self.settings.leave == "fold" else read
 
+    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+        acts = self.settings.plan_weight > 0 and str(layer + 1) in self.planners
+        return (float(row_macs(self.planners[str(layer + 1)])), 0.0) if acts else (0.0, 0.0)
+
     def start(self, view: View) -> State:
         halts = torch.ones_like(view.present)
         if self.settings.class_token == "stays":
@@ -128,7 +135,9 @@ class AHT(Policy):
             logit = self.gamma.float() * feature + self.beta.float()
             if settings.plan_weight > 0 and state.plan is not None:
                 logit = logit + settings.plan_weight * (layer - state.plan)
-        full, mass = halting.step(torch.sigmoid(logit), layer, view.last)
+            if view.shift is not None:
+                logit = logit + view.shift
+        full, mass = halting.step(torch.sigmoid(logit), layer, view.last, surplus=view.surplus)
         share = mass if settings.class_token == "mean_field" else None
         if view.last:
             return Keep(share=share)

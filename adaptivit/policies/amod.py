@@ -33,6 +33,7 @@ class State:
 
 class AMoD(Policy):
     equal = True
+    dial = "capacity"
 
     def __init__(self, settings: AMoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backbone import Shape
+from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
 from ..policy_settings import AViTSettings
@@ -39,6 +40,7 @@ class AViT(Policy):
     override and with those of halted rows, as the public code computes them (for the prior in its reference form)."""
 
     offers = frozenset({"raw_scores"})
+    dial = "shift"
 
     def __init__(self, settings: AViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -69,13 +71,14 @@ class AViT(Policy):
     def after(self, view: View, state: State) -> Decision:
         settings, halting = self.settings, state.halting
         if settings.gate == "network":
-            score = torch.sigmoid(view.apply(self.networks[view.layer])[..., 0].float())
+            logit = view.apply(self.networks[view.layer])[..., 0].float()
+            score = torch.sigmoid(logit if view.shift is None else logit + view.shift)
         else:
-            score = self._score(view.element(settings.index))
+            score = self._score(view.element(settings.index), view.shift)
         if "raw_scores" in view.asked & self.offers:
-            ghost = self._score(view.found["ghost"][:, settings.index].float())
-            state.raw.append(torch.where(halting.going, score, ghost[:, None]))
-        full, mass = halting.step(score, view.layer + 1, view.last, self.leaders)
+            ghost = self._score(view.found["ghost"][:, settings.index, None].float(), view.shift)
+            state.raw.append(torch.where(halting.going, score, ghost))
+        full, mass = halting.step(score, view.layer + 1, view.last, self.leaders, view.surplus)
         if view.last:
             return Keep(share=mass)
         if settings.leave == "drop":
@@ -85,8 +88,12 @@ class AViT(Policy):
         state.size = merge.size
         return replace(merge, share=mass)
 
-    def _score(self, element: Tensor) -> Tensor:
-        return torch.sigmoid(self.settings.gate_scale * element - self.settings.gate_center)
+    def _score(self, element: Tensor, shift: Tensor | None) -> Tensor:
+        logit = self.settings.gate_scale * element - self.settings.gate_center
+        return torch.sigmoid(logit if shift is None else logit + shift)
+
+    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+        return (float(row_macs(self.networks[layer])) if len(self.networks) else 0.0), 0.0
 
     def facts(self, state: State) -> dict[str, Tensor]:
         facts = state.halting.facts()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..backbone import Shape
+from ..cost import CostModel
 from ..decision import Decision
 
 if TYPE_CHECKING:
@@ -26,6 +29,9 @@ class Policy(nn.Module):
     prefix_stays = False  # class, distillation and register tokens never leave
     evidence_gradient = False  # whether attention and keys that it looks at carry a gradient
     evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
+    # what a budget turns (calibrate.py): "shift" where the policy heeds view.shift, which is added to the logit of
+    # leaving, so that more is cheaper; or the setting that fixes how many tokens stay; None: it cannot be dialled
+    dial: str | None = None
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__()
@@ -61,6 +67,23 @@ class Policy(nn.Module):
 
     def schedule(self, epoch: float) -> None:
         """Training has come to this epoch (a fraction counts); for methods whose rate changes on the way."""
+
+    def positions(self) -> tuple[float, float]:
+        """Of a dial that fixes counts: the dearest and the cheapest position. For a share: all patches, and one."""
+        return 1.0, 0.5 / max(self.shape.tokens - self.shape.prefix, 1)
+
+    def turned(self, position: float) -> Policy:
+        """This policy, its parameters shared, with such a dial elsewhere; for evaluation."""
+        other = copy.copy(self)
+        other.training = False
+        assert self.dial is not None
+        other.settings = replace(self.settings, **{self.dial: position})
+        return other
+
+    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float] | None:
+        """MACs a present token and MACs an image that its own modules spend in this block, for max_macs. A policy that
+        says so also heeds view.surplus. None: it does not, and max_macs is refused or held by its dial."""
+        return None
 
     def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
         """Set starting values on one batch before training; returns a line that says what was done."""

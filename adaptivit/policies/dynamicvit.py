@@ -69,13 +69,23 @@ class DynamicViT(Policy):
     """Facts: scores [S, B, N], kept [S, B] share of patches (with gradient), ratios [S], kept_last [B, N]."""
 
     equal = True
+    dial = "keep"
 
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         self.stages = thirds(shape.layers) if settings.stages is None else tuple(sorted(settings.stages))
         check_blocks("stages", self.stages, 1 if settings.leave == "fold" else 0, shape.layers)
-        self.ratios = [settings.keep ** (i + 1) for i in range(len(self.stages))]
+        self.ratios = self._ratios(settings.keep)
         self.score_predictor = nn.ModuleList(Predictor(shape.dim) for _ in self.stages)
+
+    def _ratios(self, keep: float) -> list[float]:
+        return [keep ** (i + 1) for i in range(len(self.stages))]
+
+    def turned(self, position: float) -> DynamicViT:
+        other = super().turned(position)
+        assert isinstance(other, DynamicViT)
+        other.ratios = self._ratios(position)
+        return other
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         folds = self.settings.leave == "fold" and layer + 1 in self.stages

@@ -29,6 +29,7 @@ class EViT(Policy):
     """State: the number of patches left, the same in every image."""
 
     equal = True
+    dial = "keep"
     pools_remaining = True
     evidence_gradient = True  # the fused patch is a sum with attention as weights
 

@@ -12,6 +12,7 @@ ask=('exits',) every exit speaks and nobody leaves.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor
 
 from ..backbone import Shape
+from ..cost import CostModel
 from ..decision import Drop
 from ..errors import UserError
 from .base import Policy
 
 if TYPE_CHECKING:
     from ..forward import View
+
+_TINY = 1e-30
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Exits(Policy):
     """What both rules share. Facts with ask=('exits',): exits [L, B, C]."""
 
     offers = frozenset({"exits"})
+    dial = "shift"
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -57,11 +62,17 @@ class Exits(Policy):
             return None
         holds = self._holds(view, state)
         state.row = torch.where(holds, state.row + 1, torch.zeros_like(state.row))
-        return Drop((state.row >= self.settings.patience)[:, None] & view.present)
+        leaves = (state.row >= self.settings.patience)[:, None]
+        forced = view.surplus(~leaves, torch.zeros_like(leaves))
+        return Drop((leaves if forced is None else leaves | forced) & view.present)
+
+    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+        asks = getattr(self.settings, "of", "logits") == "logits" and layer < self.shape.layers - 1
+        return 0.0, costs.head if asks else 0.0
 
     @abstractmethod
     def _holds(self, view: View, state: State) -> Tensor:
-        """[B] bool: whether the rule holds after this block."""
+        """[B] bool: whether the rule holds after this block. A shift acts on log-odds, and on the log of a change."""
 
     def facts(self, state: State) -> dict[str, Tensor]:
         return {"exits": torch.stack(state.exits)} if state.exits else {}
@@ -69,7 +80,13 @@ class Exits(Policy):
 
 class Confidence(Exits):
     def _holds(self, view: View, state: State) -> Tensor:
-        return view.logits().float().softmax(-1).amax(-1) >= self.settings.threshold
+        logits, threshold = view.logits().float(), self.settings.threshold
+        if view.shift is None:
+            return logits.softmax(-1).amax(-1) >= threshold
+        first, others = logits.max(-1), torch.arange(logits.shape[-1], device=logits.device)
+        rest = logits.masked_fill(others == first.indices[:, None], float("-inf")).logsumexp(-1)
+        bar = min(threshold, 1 - 1e-6)
+        return first.values - rest + view.shift[:, 0] >= math.log(bar / (1 - bar))
 
 
 class SimilarityExit(Exits):
@@ -78,4 +95,7 @@ class SimilarityExit(Exits):
         before, state.before = state.before, now
         if before is None:
             return torch.zeros_like(state.row, dtype=torch.bool)
-        return (now - before).pow(2).mean(-1) <= self.settings.threshold
+        change, threshold = (now - before).pow(2).mean(-1), self.settings.threshold
+        if view.shift is None:
+            return change <= threshold
+        return change.clamp_min(_TINY).log() <= math.log(max(threshold, _TINY)) + view.shift[:, 0]

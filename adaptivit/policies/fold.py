@@ -42,6 +42,7 @@ class State:
 
 class Fold(Policy):
     equal = True
+    dial = "keep"
     pools_remaining = True
 
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
@@ -56,6 +57,13 @@ class Fold(Policy):
         self.look = "received" if column else "class_row"
         # an impossible budget is said now; other image sizes are counted when they come
         self._known = {shape.tokens: self._counts(shape.tokens)}
+
+    def turned(self, position: float) -> Fold:
+        other = super().turned(position)
+        assert isinstance(other, Fold)
+        other.settings = replace(other.settings, budget=None)
+        other._known = {self.shape.tokens: other._counts(self.shape.tokens)}
+        return other
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({self.look, "similarity"}) if layer in self.stages else frozenset()

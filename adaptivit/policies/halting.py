@@ -8,6 +8,7 @@ Shapes: B images, N slots, L layers. Layers are counted 1..L here, as in the pap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,11 +37,18 @@ class Halting:
         self.halt = torch.zeros_like(self.halts, dtype=torch.long)
         self.presence.append(zero + 1.0)
 
-    def step(self, score: Tensor, layer: int, last: bool, leaders: int = 0) -> tuple[Tensor, Tensor]:
+    def step(
+        self,
+        score: Tensor,
+        layer: int,
+        last: bool,
+        leaders: int = 0,
+        surplus: Callable[[Tensor, Tensor], Tensor | None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Layer `layer` (1-based) has been computed: add its score [B, N].
 
         Returns who halts now [B, N] bool, and the halting mass p_l [B, N]. With `leaders`, an image ends when its
-        first so many tokens have halted.
+        first so many tokens have halted. `surplus` is View.surplus: whoever has to leave halts now.
         """
         score = torch.ones_like(score) if last else score  # h_L := 1
         score = torch.where(self.going, score, torch.zeros_like(score))
@@ -50,6 +58,8 @@ class Halting:
         if leaders:
             over = ~(self.going & ~full)[:, :leaders].any(-1, keepdim=True)
             full = full | (self.going & over)
+        forced = None if surplus is None or last else surplus(self.going & ~full, self.cumulative.detach())
+        full = full if forced is None else full | forced
         full = full | self.going if last else full
         self.remainder = torch.where(full, 1.0 - spent, self.remainder)
         mass = torch.where(full, 1.0 - spent, score / self.threshold)

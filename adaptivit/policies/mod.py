@@ -44,6 +44,7 @@ def sit_out(score: Tensor, view: View, capacity: float, gate: Tensor | None = No
 
 class MoD(Policy):
     equal = True
+    dial = "capacity"
 
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..backbone import Shape
+from ..cost import CostModel
 from ..decision import Drop
 from ..errors import UserError
 from ..policy_settings import PonderNetSettings
@@ -41,6 +42,7 @@ class PonderNet(Policy):
     """Facts: chance [L, B, U] = p_l (U = 1 for images, N for tokens), log_prior [L]; with ask: exits [L, B, C]."""
 
     offers = frozenset({"exits"})
+    dial = "shift"
 
     def __init__(self, settings: PonderNetSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -48,6 +50,9 @@ class PonderNet(Policy):
             raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
         if settings.unit == "token" and shape.read == shape.tokens:
             raise UserError("unit: 'token' needs a head that reads a class token, whose chance weighs the exits.")
+
+    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def start(self, view: View) -> State:
         batch, slots = view.present.shape
@@ -61,7 +66,8 @@ class PonderNet(Policy):
     def after(self, view: View, state: State) -> Drop | None:
         settings, asked, token = self.settings, "exits" in view.asked, self.settings.unit == "token"
         element = view.element(settings.index) if token else view.image()[:, settings.index : settings.index + 1]
-        chance = torch.sigmoid(settings.gate_scale * element - settings.gate_center)
+        logit = settings.gate_scale * element - settings.gate_center
+        chance = torch.sigmoid(logit if view.shift is None else logit + view.shift)
         chance = torch.ones_like(chance) if view.last else chance
         chance = torch.where(state.going, chance, torch.zeros_like(chance))
         state.chance.append(chance * state.survived)
@@ -75,6 +81,8 @@ class PonderNet(Policy):
             stop = stop & (torch.arange(stop.shape[1], device=stop.device) >= max(self.shape.prefix, 1))
         elif token:  # once those that the head reads have stopped, the image is done
             stop = state.going & (stop | ~(state.going & ~stop)[:, : self.shape.read].any(-1, keepdim=True))
+        forced = view.surplus(state.going & ~stop, 1 - state.survived.detach())
+        stop = stop if forced is None else stop | forced
         # what is left of the chance of those that stop now is paid here, so that it sums to 1
         state.chance[-1] = state.chance[-1] + torch.where(stop, state.survived, torch.zeros_like(state.survived))
         state.survived = torch.where(stop, torch.zeros_like(state.survived), state.survived)

@@ -6,6 +6,7 @@ isoFLOP models). With `width` the factory has made the backbone narrower (narrow
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ class Static(Policy):
     """Answers nothing, or that everything leaves after block `depth`."""
 
     equal = True
+    dial = "depth"
 
     def __init__(self, settings: StaticSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -34,6 +36,14 @@ class Static(Policy):
         if depth is not None and depth > shape.layers:
             raise UserError(f"depth: expected at most the backbone's {shape.layers} blocks, got {depth}.")
         self.depth = depth or shape.layers
+
+    def positions(self) -> tuple[float, float]:
+        return float(self.shape.layers), 1.0
+
+    def turned(self, position: float) -> Static:
+        other = copy.copy(self)
+        other.depth = int(position)
+        return other
 
     def after(self, view: View, state: None) -> Drop | None:
         if view.layer + 1 == self.depth and not view.last:

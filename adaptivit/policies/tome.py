@@ -9,6 +9,9 @@ means, and sizes add. Attention then adds log(size) to key logits (proportional 
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,11 +50,25 @@ class State:
 
 class ToMe(Policy):
     equal = True
+    dial = "r"
     pools_remaining = True
 
     def __init__(self, settings: ToMeSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         self.r = schedule(settings.r, settings.inflection, shape.layers)
+
+    def positions(self) -> tuple[float, float]:
+        return 0.0, (self.shape.tokens - self.shape.prefix) / 2
+
+    def turned(self, position: float) -> ToMe:
+        """r on average, which need not be whole: the schedule of the settings (even where they merge nothing)
+        scaled to it, what is over going to the next block."""
+        other = copy.copy(self)
+        other.training = False
+        shape = self.r if any(self.r) else [1] * len(self.r)
+        ends = [math.floor(position * len(shape) * part / sum(shape) + 1e-9) for part in itertools.accumulate(shape)]
+        other.r = [end - start for start, end in itertools.pairwise([0, *ends])]
+        return other
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({"keys"}) if self.r[layer] > 0 else frozenset()

@@ -1,0 +1,206 @@
+"""Budgets as a user writes them, and the calibrated curve that turns them into a position of a policy's dial.
+
+    "0.8 GMACs", "800 MMACs", 8e8     multiply-accumulates an image, in the mean over images
+    "-33%"                            so much less than the static model
+    "3 ms"                            a batch, on the device that it was measured on
+    "none"                            what the policy's settings say
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .errors import UserError
+
+FORMS = "'0.8 GMACs', '-33%' (less than static) or '3 ms'"
+STEP = 0.06  # of static's MACs: two neighbours further apart are a step, with nothing between them
+_SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_FORM = re.compile(r"([+-]?\d*\.?\d+(?:e[+-]?\d+)?)\s*(?:(%)|([kmgt]?)macs?|(ms))", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One of the four; all None is the policy's settings."""
+
+    text: str
+    macs: float | None = None
+    share: float | None = None  # of static's MACs
+    ms: float | None = None
+
+    @property
+    def free(self) -> bool:
+        return self.macs is None and self.share is None and self.ms is None
+
+
+def parse(given: object, what: str = "budget") -> Budget:
+    """A budget from its text, or from a number of MACs."""
+    if isinstance(given, Budget):
+        return given
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        if not (math.isfinite(given) and given > 0):
+            raise UserError(f"{what}: expected a number of MACs > 0, or {FORMS}, got {given!r}.")
+        return Budget(f"{float(given):.15g} MACs", macs=float(given))
+    text = given.strip().replace("−", "-") if isinstance(given, str) else ""
+    if text.lower() == "none":
+        return Budget("none")
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise UserError(f"{what}: expected {FORMS}, got {given!r}.")
+    number, percent, size, ms = float(found[1]), found[2], found[3], found[4]
+    if percent:
+        if found[1][0] != "-":
+            raise UserError(f"{what}: a saving against static is written with a minus, like '-33%', got {given!r}.")
+        if not -100 < number <= 0:
+            raise UserError(f"{what}: expected a saving between -0% and -100%, got {given!r}.")
+        return Budget(text, share=1 + number / 100)
+    if number <= 0:
+        raise UserError(f"{what}: expected more than 0, got {given!r}.")
+    return Budget(text, ms=number) if ms else Budget(text, macs=number * _SIZES[(size or "").lower()])
+
+
+def gmacs(macs: float) -> str:
+    return f"{macs / 1e9:.4g} GMACs"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The dial at one position: mean over the calibration images."""
+
+    knob: float
+    macs: float
+    live: float  # tokens that enter a block, mean over the blocks
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds of a batch at some positions, on one device."""
+
+    device: str
+    batch: int
+    layout: str
+    dtype: str
+    points: tuple[tuple[float, float], ...]  # (MACs an image, ms), from dear to cheap, falling
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The curve of a policy's dial, from dear to cheap; `budget` is what was set when it was saved."""
+
+    knob: str  # what is turned
+    continuous: bool  # any position between two points can be taken; otherwise the points are all there is
+    tokens: int  # slots of an image
+    static: float  # MACs of the static model
+    images: int  # that the curve was measured on
+    points: tuple[Point, ...]  # MACs fall
+    settings: Point  # what the policy's settings cost
+    latency: Latency | None = None
+    budget: str | None = None
+
+    def position(self, budget: Budget, device: str) -> float | None:
+        """Where the dial meets the budget; None where the settings are to be kept."""
+        return None if budget.free else self.at(self.wanted(budget, device), budget.text)
+
+    def wanted(self, budget: Budget, device: str) -> float:
+        """The budget in MACs, checked."""
+        if budget.ms is not None:
+            return self._macs_of(budget, device)
+        macs = budget.macs if budget.macs is not None else (budget.share or 0.0) * self.static
+        if macs > self.static * (1 + 1e-9):
+            raise UserError(f"budget: {budget.text} is above the static model's {gmacs(self.static)}.")
+        return macs
+
+    def at(self, macs: float, text: str = "") -> float:
+        """The position whose mean cost is `macs`; of a dial with steps, the nearest one below."""
+        points = self.points
+        if macs < points[-1].macs * (1 - 1e-9):
+            least = f"{gmacs(points[-1].macs)} ({100 * (points[-1].macs / self.static - 1):.1f} %)"
+            said = f"{text} ({gmacs(macs)})" if text and "MACs" not in text else gmacs(macs)
+            raise UserError(f"budget: {said} is below the least that this model can do, {least}.")
+        below = min(bisect.bisect_left(points, -macs, key=lambda p: -p.macs), len(points) - 1)
+        cheap, dear = points[below], points[max(below - 1, 0)]
+        gap = dear.macs - cheap.macs
+        if not self.continuous or not 0 < gap <= STEP * self.static or macs <= cheap.macs:
+            return cheap.knob
+        return cheap.knob + (dear.knob - cheap.knob) * min(1.0, (macs - cheap.macs) / gap)
+
+    def _macs_of(self, budget: Budget, device: str) -> float:
+        latency = self.latency
+        assert budget.ms is not None
+        if latency is None:
+            raise UserError(
+                f"budget: no milliseconds have been measured for {budget.text}; call model.calibrate(images, "
+                f"budget={budget.text!r}) on this device."
+            )
+        if latency.device != device:
+            raise UserError(
+                f"budget: milliseconds were measured on {latency.device} and do not hold on {device}; call "
+                f"model.calibrate(images, budget={budget.text!r}) here."
+            )
+        points = latency.points
+        if budget.ms < points[-1][1]:
+            raise UserError(
+                f"budget: {budget.text} is below the least that this model can do here, {points[-1][1]:.3g} ms for "
+                f"{latency.batch} images on {latency.device}."
+            )
+        if budget.ms >= points[0][1]:
+            return points[0][0]
+        below = next(i for i, (_, ms) in enumerate(points) if ms <= budget.ms)
+        (dear, slow), (cheap, fast) = points[below - 1], points[below]
+        return cheap + (dear - cheap) * (budget.ms - fast) / (slow - fast)
+
+    def to_config(self, budget: str | None) -> dict[str, Any]:
+        return asdict(replace(self, budget=budget))
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> Calibration:
+        """The reverse; KeyError, TypeError or ValueError where it is not what was written."""
+        latency = config["latency"]
+        if latency is not None:
+            latency = Latency(**{**latency, "points": tuple((float(m), float(t)) for m, t in latency["points"])})
+        made = Calibration(
+            **{
+                **config,
+                "points": tuple(Point(**p) for p in config["points"]),
+                "settings": Point(**config["settings"]),
+                "latency": latency,
+            }
+        )
+        numbers = [x for p in made.points for x in (p.knob, p.macs, p.live)]
+        if not numbers or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+            raise ValueError("the calibration has no curve")
+        if any(a.macs <= b.macs for a, b in zip(made.points, made.points[1:], strict=False)):
+            raise ValueError("the calibration's curve does not fall")
+        return made
+
+
+def falling(points: Sequence[Point], continuous: bool) -> tuple[Point, ...]:
+    """Points in the order of the dial, from dear to cheap, as a curve that falls strictly.
+
+    Of a dial with steps, those that cost no less than an earlier one are left out. Otherwise neighbours that rise share
+    their mean (pool adjacent violators): how many tokens stay is no law of the position, only nearly one.
+    """
+    if not continuous:
+        kept: list[Point] = []
+        for p in points:
+            if not kept or p.macs < kept[-1].macs:
+                kept.append(p)
+        return tuple(kept)
+    pools: list[list[Point]] = []
+    for p in points:
+        pools.append([p])
+        while len(pools) > 1 and _mean(pools[-2]).macs <= _mean(pools[-1]).macs:
+            last = pools.pop()
+            pools[-1] = pools[-1] + last
+    return tuple(_mean(pool) for pool in pools)
+
+
+def _mean(pool: Sequence[Point]) -> Point:
+    n = len(pool)
+    return Point(sum(p.knob for p in pool) / n, sum(p.macs for p in pool) / n, sum(p.live for p in pool) / n)

@@ -1,0 +1,215 @@
+"""adaptivit calibrate: images in; the curve into the checkpoint, with a table, a CSV file and a picture of it."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from . import __version__, data
+from . import budget as budgets
+from .budget import Calibration
+from .calibrate import Check, check, reachable
+from .checkpoint import read_config
+from .commands import device_of, signed_percent
+from .config import CalibrateConfig
+from .data import Images, Labelled
+from .device import device_name
+from .errors import DataError
+from .factory import load
+from .files import new_directory, write_bytes, write_json, write_text
+from .model import AdaptiveViT
+from .predict import find_images
+
+
+def run(config: CalibrateConfig) -> None:
+    """The command."""
+    if config.budget is not None:
+        budgets.parse(config.budget)  # a mistake is said before anything runs
+    model, device = load(config.checkpoint), device_of(config.device)
+    images = _images(config.data)
+    if config.check is None:
+        seen, unseen = _halves(images, config.limit)
+    else:
+        seen, unseen = images.spread(config.limit), _images(config.check).spread(config.limit)
+    model = model.to(device)
+    first, second = (_tensors(model, part, config) for part in (seen, unseen))
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("calibrate", total=None)
+        curve = model.calibrate(
+            first,
+            config.budget,
+            batch_size=config.batch_size,
+            latency_batch=config.latency_batch,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        own = [] if config.budget is None or budgets.parse(config.budget).free else [config.budget]
+        asked = list(dict.fromkeys([*own, *reachable(curve)]))
+        rows = check(
+            model, second, asked, config.batch_size, lambda n, total: bar.update(task, completed=n, total=total)
+        )
+    place = Path(config.out or config.checkpoint)
+    _store(config, curve, model, rows)
+    console = Console(width=None if Console().is_terminal else 110)
+    console.print(table(curve, rows, sum(map(len, second)), config))
+    for line in notes(model, curve):
+        print(line)
+    print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
+
+
+def _images(source: str) -> Labelled:
+    """Images whose labels do not matter; not the test split where there is another."""
+    try:
+        found = data.splits(source)
+    except DataError:
+        if not Path(source).is_dir():
+            raise
+        paths = find_images((source,))
+        return Labelled(source, paths, [0] * len(paths), ("",))
+    return next(found[name] for name in ("val", "train", "all", "test") if name in found)
+
+
+def _halves(images: Labelled, limit: int) -> tuple[Labelled, Labelled]:
+    chosen = images.spread(2 * limit)
+    if len(chosen) < 2:
+        raise DataError(f"{images.source}: expected at least 2 images, one for the curve and one to check it on.")
+    halves = [chosen.part(range(start, len(chosen), 2)) for start in (0, 1)]
+    return halves[0], halves[1]
+
+
+def _tensors(model: AdaptiveViT, part: Labelled, config: CalibrateConfig) -> list[Tensor]:
+    source = Images(part, model.preprocessing.evaluation())
+    batches = data.batches(source, data.in_order(len(source), config.batch_size), config.workers)
+    read = [batch.images for batch in batches if len(batch.images)]
+    if not read:
+        raise DataError(f"{part.source}: no image could be read.")
+    return read
+
+
+def _store(config: CalibrateConfig, curve: Calibration, model: AdaptiveViT, rows: Sequence[Check]) -> None:
+    """Into the checkpoint, or a copy of it; nothing else of it changes."""
+    source = Path(config.checkpoint)
+    entry = read_config(source) | {"calibration": curve.to_config(model.budget)}
+    files = {
+        "calibration.csv": as_csv(curve, rows, config, model).encode(),
+        "calibration.png": picture(curve, rows, model),
+    }
+    if config.out is None:
+        write_json(source / "config.json", entry)
+        for name, content in files.items():
+            write_bytes(source / name, content)
+        return
+    with new_directory(config.out) as place:
+        shutil.copytree(source, place, dirs_exist_ok=True)
+        write_text(place / "config.json", json.dumps(entry, indent=2) + "\n")
+        for name, content in files.items():
+            write_bytes(place / name, content)
+
+
+def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
+    """What the table does not say."""
+    said = []
+    if not curve.continuous:
+        said.append(f"{curve.knob} fixes how many tokens stay: a budget is met by the nearest step below it")
+    if curve.latency is not None:
+        slow, fast = curve.latency.points[0][1], curve.latency.points[-1][1]
+        said.append(
+            f"milliseconds hold for {curve.latency.batch} images of {curve.latency.dtype} on {curve.latency.device}, "
+            f"{curve.latency.layout}: {slow:.3g} ms down to {fast:.3g} ms"
+        )
+    if model.budget is not None:
+        said.append(f"budget {model.budget}: {curve.knob} = {model._position(next(model.parameters()).device):.5g}")
+    return said
+
+
+def table(curve: Calibration, rows: Sequence[Check], images: int, config: CalibrateConfig) -> Table:
+    made = Table(title=f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others")
+    for name in ("budget", curve.knob, "live tokens", "GMACs asked for", "GMACs", "against static", "error"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        made.add_row(
+            row.budget,
+            f"{row.position:.4f}",
+            f"{row.point.live:.1f}",
+            f"{row.wanted / 1e9:.4f}",
+            f"{row.point.macs / 1e9:.4f}",
+            signed_percent(row.point.macs / curve.static - 1),
+            f"{100 * row.error:+.2f} %",
+        )
+    return made
+
+
+def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, model: AdaptiveViT) -> str:
+    """The curve's points, then the budgets checked on unseen images."""
+    out = io.StringIO()
+    names = ("kind", "budget", "knob", "position", "live", "gmacs_asked", "gmacs", "gmacs_static", "error")
+    where = {
+        "images": curve.images,
+        "data": config.data,
+        "check": config.check or "",
+        "policy": model.policy_name,
+        "device": device_name(next(model.parameters()).device),
+        "date": datetime.date.today().isoformat(),
+        "adaptivit": __version__,
+        "torch": torch.__version__,
+    }
+    writer = csv.DictWriter(out, fieldnames=[*names, *where], lineterminator="\n")
+    writer.writeheader()
+    lines: list[dict[str, Any]] = [
+        {"kind": "curve", "position": p.knob, "live": p.live, "gmacs": p.macs / 1e9} for p in curve.points
+    ]
+    lines += [
+        {
+            "kind": "unseen",
+            "budget": row.budget,
+            "position": row.position,
+            "live": row.point.live,
+            "gmacs_asked": row.wanted / 1e9,
+            "gmacs": row.point.macs / 1e9,
+            "error": row.error,
+        }
+        for row in rows
+    ]
+    for line in lines:
+        full = {"knob": curve.knob, "gmacs_static": curve.static / 1e9} | line | where
+        writer.writerow({k: f"{v:.8g}" if isinstance(v, float) else v for k, v in full.items()})
+    return out.getvalue()
+
+
+def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> bytes:
+    """MACs against the position of the dial: the curve, and the budgets checked on unseen images."""
+    from .pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+
+    figure = _figure(1000, 640)
+    axes = _axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)
+    x, y = [p.knob for p in curve.points], [p.macs / 1e9 for p in curve.points]
+    if curve.continuous:
+        axes.plot(x, y, color=ACCENT, linewidth=1.8, zorder=3)
+    else:
+        axes.scatter(x, y, s=9, color=ACCENT, linewidths=0, zorder=3)
+    axes.scatter([r.position for r in rows], [r.point.macs / 1e9 for r in rows], s=42, color=INK, zorder=4)
+    axes.axhline(curve.static / 1e9, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
+    axes.set_ylim(0, 1.08 * max(*y, curve.static / 1e9))
+    if curve.continuous:  # far ends, where nothing changes any more, would squeeze the rest
+        span = curve.points[0].macs - curve.points[-1].macs
+        busy = [p.knob for p in curve.points if 0.01 * span < p.macs - curve.points[-1].macs < 0.99 * span] or x
+        room = 0.15 * (max(busy) - min(busy)) or 1.0
+        axes.set_xlim(min(busy) - room, max(busy) + room)
+    axes.set_xlabel(curve.knob, fontsize=8, color=MUTED, labelpad=6)
+    axes.set_ylabel("GMACs an image", fontsize=8, color=MUTED, labelpad=6)
+    detail = f"line: {curve.images} images; dots: budgets on images that it has not seen; dashed: static"
+    _headline(axes, f"What {model.policy_name} costs by its {curve.knob}", detail)
+    return _png(figure)

@@ -1,0 +1,26 @@
+"""What a machine is called, where a measured time is to say so."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+@cache
+def processor() -> str:
+    try:
+        names = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor()} ({threads} thread{'s' if threads > 1 else ''})"
