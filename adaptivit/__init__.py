@@ -18,6 +18,7 @@ _HOME = {
     "load": "factory",
     "from_pretrained": "hub",
     "features": "dense",
+    "export": "exporting",
     "AdaptiveViT": "model",
     "Output": "output",
     "Trace": "decision",
@@ -43,6 +44,7 @@ __all__ = [
     "UserError",
     "__version__",
     "create",
+    "export",
     "features",
     "from_pretrained",
     "load",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .decision import Drop, Keep, Merge, Skip, Trace
     from .dense import features
     from .errors import UserError
+    from .exporting import export
     from .factory import create, load
     from .hub import from_pretrained
     from .model import AdaptiveViT

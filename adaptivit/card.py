@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from .errors import DataError, UserError, first_line
 
@@ -99,11 +100,7 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
     """A PNG of each picture beside its halting map: PIL images, paths, or "samples" (scikit-learn's two photos)."""
     from .pictures import halting_maps
 
-    if model.vit.in_chans not in (1, 3):
-        raise UserError(f"images: a model of {model.vit.in_chans} channels does not read pictures; leave them out.")
-    transform, keep = model.preprocessing.evaluation(), next(model.parameters())
-    mode = "RGB" if model.vit.in_chans == 3 else "L"
-    tensors = torch.stack([transform(picture.convert(mode)) for picture in _opened(images)])
+    tensors, keep = pictures_for(model, images), next(model.parameters())
     was_training = model.training
     with torch.inference_mode():
         trace = model.eval()(tensors.to(keep.device, keep.dtype)).trace
@@ -113,6 +110,14 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
     shown = (tensors * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     return halting_maps(shown.numpy(), depth.numpy(), model.shape.layers, columns=2)
+
+
+def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
+    """[B, C, H, W] pictures as the model reads them: PIL images, paths, or "samples"."""
+    if model.vit.in_chans not in (1, 3):
+        raise UserError(f"images: a model of {model.vit.in_chans} channels does not read pictures; leave them out.")
+    mode, transform = "RGB" if model.vit.in_chans == 3 else "L", model.preprocessing.evaluation()
+    return torch.stack([transform(picture.convert(mode)) for picture in _opened(images)])
 
 
 def _opened(images: Any) -> list[Image.Image]:

@@ -16,6 +16,7 @@ from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
 from .config import EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
+from .export_config import ExportConfig
 from .settings import SETTINGS, describe
 from .sweep_config import SweepConfig, from_recipe
 
@@ -26,12 +27,13 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "sweep": (SweepConfig, "search over settings on the validation images"),
     "evaluate": (EvaluateConfig, "accuracy, cost and depth on labelled images"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
+    "export": (ExportConfig, "ONNX or .pt2, compared with the model before it is written"),
     "benchmark": (BenchmarkConfig, "throughput and latency beside static baselines, in one run"),
 }
 
 # Flags with several values.
 _LISTS = (
-    *("--methods", "--seeds", "--space"),
+    *("--methods", "--seeds", "--space", "--images"),
     *("--backbones", "--policies", "--profile", "--layouts", "--batch-sizes", "--dtypes", "--static-modes"),
 )
 

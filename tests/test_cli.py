@@ -21,12 +21,13 @@ from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
 from adaptivit.config import EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
+from adaptivit.export_config import ExportConfig
 from adaptivit.recipes import RECIPES
 from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
-CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig}
+CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "export": ExportConfig}
 
 
 def plain(text: str) -> str:
@@ -67,11 +68,11 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
             assert meaning, f"{cls.__name__}.{name} has no meaning"
             assert plain(meaning) in said, f"the meaning of {cls.__name__}.{name} is not shown"
             flag = "--" + name.replace("_", "-")
-            assert flag in said or (command, name) == ("predict", "images")
+            assert flag in said or (command, name) in (("predict", "images"), ("export", "checkpoint"))
             if default is not dataclasses.MISSING and not isinstance(default, bool):
                 shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 assert f"(default: {shown})" in said
-    if command != "quickstart":
+    if command not in ("quickstart", "export"):
         for policy, cls in SETTINGS.items():
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):
@@ -97,7 +98,7 @@ def test_help_and_version_do_not_import_torch() -> None:
         "import sys; from adaptivit.cli import main\n"
         "main(['--help']); main(['--version'])\n"
         "for c in ('quickstart', 'train', 'evaluate', 'predict', 'compare', 'sweep'): main([c, '--help'])\n"
-        "main(['benchmark', '--help'])\n"
+        "main(['benchmark', '--help']); main(['export', '--help'])\n"
         "main(['train', '--recipe', 'aht-balanced', '--help'])\n"
         "slow = {'torch', 'timm', 'torchvision', 'accelerate', 'sklearn', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not slow, slow"

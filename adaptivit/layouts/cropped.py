@@ -73,8 +73,11 @@ class Cropped(Layout):
         weight = self._weight()
         bias = None
         if weight is not None:  # an image without any key sees everything rather than divide by zero
-            weight = torch.where((weight > 0).any(-1, keepdim=True), weight, torch.ones_like(weight))
-            bias = (weight if weight.dtype == torch.bool else weight.log().to(q.dtype))[:, None, None, :]
+            if weight.dtype == torch.bool:
+                weight = weight | ~weight.any(-1, keepdim=True)
+            else:
+                weight = torch.where((weight > 0).any(-1, keepdim=True), weight, torch.ones_like(weight)).log()
+            bias = weight[:, None, None, :].to(weight.dtype if weight.dtype == torch.bool else q.dtype)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return attention.fused(q, k, v, bias, dropout=dropout).transpose(1, 2)
 
