@@ -142,7 +142,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory, with what is wrong said in one line."""
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
-        raise WeightsError(f"No such directory: {directory}. Names on the Hugging Face Hub load by from_pretrained.")
+        raise WeightsError(
+            f"No such directory, so no config.json: {directory}. Names on the Hugging Face Hub load by from_pretrained."
+        )
     if not path.is_file():
         raise WeightsError(f"Not a checkpoint of adaptivit: {directory} has no config.json.")
     try:

@@ -349,7 +349,7 @@ def test_damaged_configs_are_named(change: dict[str, Any], saved: Path) -> None:
 
 
 def test_other_directories_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"No such directory: .*from_pretrained"):
+    with pytest.raises(WeightsError, match=r"No such directory.*from_pretrained"):
         adaptivit.load(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"architectures": ["ViTModel"]}')
     with pytest.raises(WeightsError, match="written by something else"):
