@@ -16,6 +16,9 @@ __version__ = "0.1.0"
 _HOME = {
     "create": "factory",
     "load": "factory",
+    "from_pretrained": "hub",
+    "features": "dense",
+    "export": "exporting",
     "AdaptiveViT": "model",
     "Output": "output",
     "Trace": "decision",
@@ -41,6 +44,9 @@ __all__ = [
     "UserError",
     "__version__",
     "create",
+    "export",
+    "features",
+    "from_pretrained",
     "load",
     "load_trace",
     "register_policy",
@@ -49,8 +55,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .decision import Drop, Keep, Merge, Skip, Trace
+    from .dense import features
     from .errors import UserError
+    from .exporting import export
     from .factory import create, load
+    from .hub import from_pretrained
     from .model import AdaptiveViT
     from .output import Output
     from .policies import register as register_policy

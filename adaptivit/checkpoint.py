@@ -1,11 +1,13 @@
-"""Checkpoints: a directory with config.json and model.safetensors. Nothing executes on load."""
+"""Checkpoints: a directory with model.safetensors, config.json and README.md. Nothing executes on load."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,21 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from . import __version__
+from . import __version__, card
 from .errors import UserError, WeightsError, first_line
-from .files import new_directory, write_bytes, write_json
+from .files import new_directory, write_bytes, write_text
 from .model import AdaptiveViT
 from .sharding import like, whole
 
-FORMAT = 1
+FORMAT = 2  # 1 had no digest of the weights
+FILES = ("model.safetensors", "config.json", "README.md", card.PICTURE)
 HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+# What config.json says of the model itself; the rest are notes (results, calibration, ...).
+_OWN = (
+    *("format", "adaptivit", "backbone", "policy", "settings", "preprocessing", "class_names", "whole", "weights"),
+    *("calibration", "max_macs"),
+)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def tensors(model: AdaptiveViT) -> dict[str, Tensor]:
@@ -32,11 +41,18 @@ def tensors(model: AdaptiveViT) -> dict[str, Tensor]:
     return {k.removeprefix("vit."): whole(v.detach()).contiguous() for k, v in model.state_dict().items()}
 
 
-def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any]) -> None:
+def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], images: Any = None, name: str = "") -> None:
+    """Write a checkpoint in one step. `images` are shown in its card as halting maps; `name` is what it is called."""
     from .factory import describe_backbone
 
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")
+    if odd := sorted(set(extra) & set(_OWN)):
+        raise UserError(f"save_pretrained: {odd[0]!r} is said by the model itself; give the note another name.")
+    place = Path(directory)
+    others = _others(place)
+    weights = to_bytes({k: v.cpu().clone() for k, v in tensors(model).items()})
+    digest = hashlib.sha256(weights).hexdigest()
     config = {
         "format": FORMAT,
         "adaptivit": __version__,
@@ -46,33 +62,133 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any]) -> No
         "preprocessing": model.preprocessing.to_config(),
         "class_names": model.class_names,
         "whole": None if model.whole is None else asdict(model.whole),
+        "weights": {"sha256": digest},
         "calibration": None if model.calibration is None else model.calibration.to_config(model.budget),
         "max_macs": model.max_macs,
-    } | extra
-    with new_directory(directory) as place:
-        write_bytes(place / "model.safetensors", to_bytes({k: v.cpu().clone() for k, v in tensors(model).items()}))
-        write_json(place / "config.json", config)
+    }
+    try:
+        config |= (model.notes if model.noted == identity(model, digest) else {}) | extra
+        text = json.dumps(config, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.json cannot hold what was given: {error}.") from None
+    picture = None if images is None else card.maps(model, images)
+    with new_directory(place) as new:
+        for other in others:
+            (shutil.copytree if other.is_dir() else shutil.copy2)(other, new / other.name)
+        write_bytes(new / "model.safetensors", weights)
+        write_text(new / "config.json", text)
+        if picture is not None:
+            write_bytes(new / card.PICTURE, picture)
+        if not (new / "README.md").exists():
+            write_text(new / "README.md", card.text(json.loads(text), name, images))
+
+
+def _others(place: Path) -> list[Path]:
+    """What lies where a checkpoint is to be and stays there; what is no checkpoint is not replaced."""
+    if place.exists() and not place.is_dir():
+        raise UserError(f"Cannot write {place}: a checkpoint is a directory, and this is a file.")
+    inside = sorted(place.iterdir()) if place.is_dir() else []
+    others = [p for p in inside if p.name not in FILES]
+    if others and '"adaptivit"' not in _text(place / "config.json"):
+        raise UserError(
+            f"{place} holds other things than a checkpoint ({others[0].name}); nothing was written. "
+            "Choose a new or empty directory."
+        )
+    own = place / "README.md"
+    return [*others, own] if own.is_file() and card.MARK not in _text(own) else others
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def identity(model: AdaptiveViT, digest: str) -> str:
+    """What results and other notes hold for: these weights under these settings."""
+    return digest + json.dumps([model.policy_name, model.settings], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint directory holds."""
+
+    place: Path
+    config: dict[str, Any]
+    state: dict[str, Tensor]
+    digest: str  # of model.safetensors
+
+    @property
+    def source(self) -> str:
+        return str(self.place / "model.safetensors")
+
+    def check_digest(self) -> None:
+        """Said after shapes and names have been checked, which tells more where they are wrong."""
+        wanted = self.config["weights"]["sha256"]
+        if self.digest != wanted:
+            raise WeightsError(
+                f"Damaged checkpoint: {self.source} is not the file that config.json beside it was saved with "
+                f"(sha256 {self.digest[:12]}..., expected {wanted[:12]}...). Copy both from one checkpoint; weights "
+                f"alone load by create(..., weights='{self.source}')."
+            )
+
+
+def read(directory: str | Path) -> Stored:
+    """A checkpoint directory, with what is wrong said in one line."""
+    config = read_config(directory)
+    place = Path(directory)
+    state = read_weights(place / "model.safetensors")
+    with (place / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    config.setdefault("weights", {"sha256": digest})  # format 1
+    return Stored(place, config, state, digest)
+
+
+def notes(config: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k not in _OWN}
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory, with what is wrong said in one line."""
     path = Path(directory) / "config.json"
+    if not path.parent.is_dir():
+        raise WeightsError(
+            f"No such directory, so no config.json: {directory}. Names on the Hugging Face Hub load by from_pretrained."
+        )
     if not path.is_file():
         raise WeightsError(f"Not a checkpoint of adaptivit: {directory} has no config.json.")
     try:
         config = json.loads(path.read_text())
-        version = int(config["format"])
+        version = config["format"]
+        if type(version) is not int or version < 1:
+            raise TypeError(f"format {version!r}")
         if version <= FORMAT:
-            parts = {"backbone": dict, "policy": str, "settings": dict, "preprocessing": dict}
-            wrong = [name for name, kind in parts.items() if not isinstance(config[name], kind)]
-            if wrong or not isinstance(config["backbone"]["changes"], dict):
-                raise TypeError(f"{', '.join(wrong) or 'backbone'} is not what was written")
+            _check(config)
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        if isinstance(error, KeyError) and isinstance(config, dict) and "adaptivit" not in config:
+            raise WeightsError(f"Not a checkpoint of adaptivit: {path} was written by something else.") from None
         raise WeightsError(f"Damaged checkpoint: {path} ({type(error).__name__}: {error}).") from None
     if version > FORMAT:
         raise WeightsError(f"{directory} was saved by a newer adaptivit (format {version}); upgrade adaptivit.")
     assert isinstance(config, dict)
     return config
+
+
+def _check(config: dict[str, Any]) -> None:
+    """Raise KeyError or TypeError unless the parts are what save writes."""
+    parts: dict[str, Any] = {"backbone": dict, "policy": str, "settings": dict, "preprocessing": dict}
+    parts |= {"weights": dict} if config["format"] >= 2 else {}
+    wrong = [name for name, kind in parts.items() if not isinstance(config[name], kind)]
+    backbone, names = config["backbone"], config.get("class_names")
+    # nothing else may get into what builds the backbone: `pretrained` there would start a download
+    if not isinstance(backbone["changes"], dict) or not set(backbone["changes"]) <= {"num_classes", "img_size"}:
+        wrong.append("backbone")
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        wrong.append("class_names")
+    if not isinstance(config.get("whole"), (dict, type(None))):
+        wrong.append("whole")
+    if config["format"] >= 2 and not isinstance(config["weights"]["sha256"], str):
+        wrong.append("weights")
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} is not what was written")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -131,9 +247,10 @@ def check_fit(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> 
         for k, v in state.items()
         if k in own and own[k].shape != v.shape
     ]
+    kinds = [f"{k} ({v.dtype})" for k, v in state.items() if k in own and v.dtype not in _FLOATS]
     problems = [
         f"{what}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        for what, names in (("missing", missing), ("unknown", foreign), ("other shape", shapes))
+        for what, names in (("missing", missing), ("unknown", foreign), ("other shape", shapes), ("no weights", kinds))
         if names
     ]
     if problems:
@@ -141,16 +258,22 @@ def check_fit(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> 
 
 
 def load_tensors(model: AdaptiveViT, directory: str | Path) -> None:
-    """Fill a model with the weights of a checkpoint directory, exactly."""
+    """Fill a model with the weights of a directory, in the model's own precision."""
     path = Path(directory) / "model.safetensors"
-    state = read_weights(path)
-    own = model.state_dict()
-    named = {(k if k.startswith("policy.") else f"vit.{k}"): v for k, v in state.items()}
-    check_fit({k.removeprefix("vit."): v for k, v in own.items()}, state, str(path))
-    fill(model, named)
+    fill(model, read_weights(path), str(path))
 
 
-def fill(model: AdaptiveViT, state: Mapping[str, Tensor]) -> None:
+def fill(model: AdaptiveViT, state: dict[str, Tensor], source: str, *, exact: bool = False) -> None:
+    """Put stored tensors into a model; `exact`: in the precision in which they were stored."""
+    own = {k.removeprefix("vit."): v for k, v in model.state_dict().items()}
+    check_fit(own, state, source)
+    if exact:
+        for name, p in (*model.named_parameters(), *model.named_buffers()):
+            p.data = p.data.to(state[name.removeprefix("vit.")].dtype)
+    refill(model, {(k if k.startswith("policy.") else f"vit.{k}"): v for k, v in state.items()})
+
+
+def refill(model: AdaptiveViT, state: Mapping[str, Tensor]) -> None:
     """Give a model, sharded or not, the weights of a whole state dict."""
     own = model.state_dict()
     model.load_state_dict({k: like(own[k], v.to(own[k].dtype)) for k, v in state.items()})

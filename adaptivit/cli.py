@@ -16,6 +16,7 @@ from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
 from .config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
+from .export_config import ExportConfig
 from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig
 from .settings import SETTINGS, describe
@@ -33,6 +34,7 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "calibrate": (CalibrateConfig, "set what a checkpoint costs: a budget in MACs, percent or ms"),
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
     "visualize": (VisualizeConfig, "see which tokens stop, skip or merge: pictures and an HTML report"),
+    "export": (ExportConfig, "ONNX or .pt2, compared with the model before it is written"),
     "benchmark": (BenchmarkConfig, "throughput and latency beside static baselines, in one run"),
 }
 

@@ -26,6 +26,7 @@ from .benchmark_config import BenchmarkConfig
 from .config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .data import Labelled
 from .errors import UserError
+from .export_config import ExportConfig
 from .factory import create, load
 from .files import write_text
 from .model import AdaptiveViT
@@ -259,6 +260,21 @@ def predict(config: PredictConfig) -> None:
         _emit(prediction.as_csv(found), config.out)
     else:
         Console(width=None if Console().is_terminal else 120).print(_predictions(found))
+
+
+def export(config: ExportConfig) -> None:
+    """adaptivit export"""
+    from .card import pictures_for
+    from .exporting import export as write
+
+    model = load(config.checkpoint)
+    images = pictures_for(model, prediction.find_images(config.images)[:64]) if config.images else None
+    done = write(model, config.out, format=config.format, kind=config.kind, images=images, tolerance=config.tolerance)
+    print(
+        f"wrote {done.path}: {config.format}, {done.kind}, {done.size / 1e6:.1f} MB; on {done.images} images the "
+        f"largest difference of a logit is {done.difference:.2g}, "
+        f"and {100 * done.flipped:.2f} % of the tokens differ in depth"
+    )
 
 
 def _names(path: str) -> list[str]:

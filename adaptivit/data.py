@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from . import hub, mosaics, shards
+from . import huggingface, mosaics, shards
 from .errors import DataError
 from .npz import read as _npz
 
@@ -97,10 +97,10 @@ def _opened(item: Any) -> Image.Image:
 def splits(path: str | Path, allow_corrupt: bool = False) -> dict[str, Labelled]:
     """All the splits that the data has; a set without any is called `all`. `allow_corrupt` leaves damaged shards and
     samples out."""
-    if str(path).startswith(hub.PREFIX):
+    if str(path).startswith(huggingface.PREFIX):
         return {
             split: Labelled(part.source, part.rows, part.labels, part.classes)
-            for split, part in hub.read(str(path)).items()
+            for split, part in huggingface.read(str(path)).items()
         }
     if shards.named(str(path)):
         return _shards({"all": shards.expand(str(path))}, str(path), allow_corrupt)

@@ -15,13 +15,14 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from . import checkpoint, dial
+from . import __version__, checkpoint, dial, policies
 from .backbone import Shape, inspect
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
 from .narrow import narrow
 from .preprocess import Preprocessing
 from .settings import SETTINGS, make
+from .settings import spec as settings_text
 
 
 def create(
@@ -72,16 +73,6 @@ def _adopt(model: AdaptiveViT, state: dict[str, Any], source: str) -> None:
         model.policy.load_state_dict({k: v.to(wanted[k].dtype) for k, v in own.items()})
 
 
-def _kept(config: dict[str, Any]) -> dict[str, Any]:
-    """Stored settings of a policy that go on; a narrow static model has been made narrow already."""
-    stored = dict(config["settings"])
-    if config["policy"] == "static":
-        stored["width"] = None
-        if stored.get("by") == "width":
-            stored["share"] = None
-    return stored
-
-
 def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
     """A static model of smaller width, where its settings ask for one."""
     settings: Any = model.policy.settings
@@ -95,52 +86,148 @@ def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
 
 
 def load(directory: str | Path) -> AdaptiveViT:
-    """The model of a checkpoint directory, exactly as it was saved."""
-    config = checkpoint.read_config(directory)
+    """The model of a checkpoint directory, exactly as it was saved, precision included."""
+    stored = checkpoint.read(directory)
+    config, path = stored.config, Path(directory) / "config.json"
+    _check_policy(config, path)
     try:
         described = config["backbone"]
         vit = build_backbone(described.get("name") or described["kwargs"], **described["changes"])
         model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
-        model.class_names = config.get("class_names")
-        model.whole = Shape(**config["whole"]) if config.get("whole") else None
-        model.preprocessing = Preprocessing.from_config(config["preprocessing"])
+        _describe(model, config)
         dial.restore(model, config.get("calibration"), config.get("max_macs"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise WeightsError(f"Damaged checkpoint: {directory}/config.json ({error!r}).") from None
-    checkpoint.load_tensors(model, directory)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
+    checkpoint.fill(model, stored.state, stored.source, exact=True)
+    stored.check_digest()
+    if model.shape.heads_out and model.class_names and len(model.class_names) != model.shape.classes:
+        raise WeightsError(
+            f"Damaged checkpoint: {path} has {len(model.class_names)} class names for {model.shape.classes} classes."
+        )
+    model.notes, model.noted = checkpoint.notes(config), checkpoint.identity(model, stored.digest)
     return model.eval()
+
+
+def _check_policy(config: dict[str, Any], path: Path) -> None:
+    """Say what to do where a stored policy is not one of this version's."""
+    policy, version = config["policy"], config.get("adaptivit", "?")
+    if policy not in SETTINGS:
+        raise WeightsError(
+            f"{path} names the policy {policy!r}, which is unknown here (saved by adaptivit {version}, this is "
+            f"{__version__}). Register your own before loading: adaptivit.register_policy({policy!r})."
+        )
+    try:
+        make(policy, config["settings"])
+    except UserError as error:
+        raise WeightsError(
+            f"{path} (saved by adaptivit {version}, this is {__version__}): {error} Correct it there, or use the "
+            "version that saved it."
+        ) from None
+
+
+def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
+    """What a checkpoint knows of a model beside its weights and settings."""
+    model.class_names = config.get("class_names")
+    model.whole = Shape(**config["whole"]) if config.get("whole") else None
+    model.preprocessing = Preprocessing.from_config(config["preprocessing"])
 
 
 def _from_directory(
     backbone: Any, policy: str, directory: Path, changes: dict[str, Any], settings: dict[str, Any]
 ) -> AdaptiveViT:
     """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
-    config = checkpoint.read_config(directory)
+    stored = checkpoint.read(directory)
+    config, state = stored.config, stored.state
     name = config["backbone"].get("name")
     if isinstance(backbone, str) and name is not None and backbone != name:
         raise WeightsError(f"{directory} holds the backbone {name!r}, but {backbone!r} was asked for.")
     if config["policy"] not in ("static", policy) and policy != "static":
         raise WeightsError(f"{directory} holds the policy {config['policy']!r}, but {policy!r} was asked for.")
     same = config["policy"] == policy
-    state = checkpoint.read_weights(directory / "model.safetensors")
-    stored = state["head.weight"].shape[0] if "head.weight" in state else None
+    if same:
+        _check_policy(config, directory / "config.json")
+    narrowed = bool(config.get("whole"))
+    if narrowed:
+        _check_narrow(config, policy, directory, settings)
+        backbone = _narrow_backbone(backbone, config, directory)
+    rows = state["head.weight"].shape[0] if "head.weight" in state else None
     if changes["num_classes"] is None:
         changes["num_classes"] = backbone.get("num_classes") if isinstance(backbone, Mapping) else None
-    keep_head = changes["num_classes"] in (None, stored)
+    keep_head = changes["num_classes"] in (None, rows)
     if keep_head:
-        changes["num_classes"] = stored
+        changes["num_classes"] = rows
     if changes["img_size"] is None:
         changes["img_size"] = config["backbone"]["changes"].get("img_size")
     vit = build_backbone(backbone, **changes)
-    model = AdaptiveViT(vit, policy, (_kept(config) if same else {}) | settings, name)
-    model.class_names = config.get("class_names") if keep_head else None
-    model.preprocessing = replace(Preprocessing.from_config(config["preprocessing"]), size=model.preprocessing.size)
+    model = AdaptiveViT(vit, policy, (config["settings"] if same else {}) | settings, name)
+    size = model.preprocessing.size
+    _describe(model, config)
+    model.preprocessing = replace(model.preprocessing, size=size)
+    if not keep_head:
+        model.class_names = None
+    if model.whole is not None and model.shape.heads_out:
+        model.whole = replace(model.whole, classes=model.shape.classes)
     checkpoint.fit_backbone(vit, state, str(directory), replace_head=not keep_head)
-    own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
     if same:
+        _check_settings(model, config["settings"], settings, directory)
+        own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
         checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
         model.policy.load_state_dict(own)
-    return _narrowed(model).eval()
+        if model.policy.settings == make(policy, config["settings"]):  # else its curve is another
+            dial.restore(model, config.get("calibration"), config.get("max_macs"))
+    stored.check_digest()
+    return model.eval() if narrowed else _narrowed(model).eval()
+
+
+def _check_settings(model: AdaptiveViT, stored: dict[str, Any], asked: dict[str, Any], directory: Path) -> None:
+    """Refuse asked settings that stored weights contradict: the policy would have other parameters, or other starting
+    values of those that the weights bring. What acts beside the weights (a threshold, a ratio) may be asked for."""
+    name, shape = model.policy_name, model.shape
+    was, now = make(name, stored), model.policy.settings
+    changed = [k for k in asked if getattr(was, k) != getattr(now, k)]
+    if not changed or _start(name, shape, stored) == _start(name, shape, stored | asked):
+        return
+    before, after = (", ".join(f"{k}={getattr(made, k)}" for k in changed) for made in (was, now))
+    raise WeightsError(
+        f"{directory} holds {name} with {before}, but {after} was asked for, and the weights of the policy do not fit "
+        "that. Leave it out, or start from a static checkpoint."
+    )
+
+
+def _start(policy: str, shape: Shape, settings: dict[str, Any]) -> list[Any]:
+    """The parameters of a fresh policy."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [(k, v.tolist()) for k, v in policies.build(policy, shape, settings).state_dict().items()]
+
+
+def _check_narrow(config: dict[str, Any], policy: str, directory: Path, asked: dict[str, Any]) -> None:
+    """A checkpoint that is narrow already is not cut again."""
+    held = make("static", config["settings"] if config["policy"] == "static" else {})
+    wanted = make("static", asked) if policy == "static" else held
+    for key in ("width", "share"):
+        if getattr(wanted, key) not in (None, getattr(held, key)):
+            raise WeightsError(
+                f"{directory} holds a narrow backbone ({settings_text('static', held)}), but {key}={asked[key]} was "
+                "asked for. Leave it out, or start from the whole model."
+            )
+
+
+def _narrow_backbone(backbone: Any, config: dict[str, Any], directory: Path) -> Any:
+    """What a narrow checkpoint's backbone is made of, once it is clear that it was cut out of the one asked for."""
+    with torch.device("meta"):
+        asked = inspect(backbone if isinstance(backbone, nn.Module) else build_backbone(backbone))
+    whole = Shape(**config["whole"])
+    if asked.dim == config["backbone"]["kwargs"]["embed_dim"]:  # the narrow one itself was asked for
+        return backbone
+    free: dict[str, Any] = {"tokens": 0, "read": 0, "classes": 0, "heads_out": 0}  # image sizes and heads may differ
+    if replace(asked, **free) != replace(whole, **free):
+        raise WeightsError(
+            f"{directory} holds a backbone cut out of one of width {whole.dim} with {whole.layers} blocks and "
+            f"{whole.heads} heads, but one of width {asked.dim} with {asked.layers} blocks and {asked.heads} heads was "
+            "asked for."
+        )
+    return config["backbone"]["kwargs"]
 
 
 def build_backbone(

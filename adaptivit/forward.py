@@ -19,7 +19,7 @@ from . import backbone
 from .backbone import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
-from .decision import Step, Trace, When, detached
+from .decision import Drop, Step, Trace, When, detached
 from .layouts import Layout
 from .output import Output
 from .policies.base import Policy
@@ -43,11 +43,13 @@ def forward(
     may cost at most (cap.py).
     """
     x = blocks.embed(vit, images)
-    dense = not {"tokens", "patches"}.isdisjoint(ask) or shape.read == shape.tokens
-    read = x.shape[1] if dense else shape.read
+    wanted = not {"tokens", "patches"}.isdisjoint(ask)
+    read = x.shape[1] if wanted or shape.read == shape.tokens else shape.read
     layout = layout_type(x, read)
     layout.prefix_stays = policy.prefix_stays
-    run = _Run(layout, CostModel(shape, x.shape[1]), read, shift=None if shift is None else shift[:, None])
+    run = _Run(
+        layout, CostModel(shape, x.shape[1]), read, shift=None if shift is None else shift[:, None], keeps=wanted
+    )
     if limit is not None:
         run.cap = Cap(policy, run.costs, limit)
     state = policy.start(View(run, 0, vit, shape, {}, frozenset(ask)))
@@ -90,6 +92,7 @@ def forward(
         policy.facts(state) | run.noted_facts(),
         "remaining" if policy.pools_remaining else "all",
     )
+    tokens = run.unzeroed(last) if wanted else None
     return Output(
         logits=logits,
         features=features,
@@ -98,8 +101,8 @@ def forward(
         pooled=run.pooled,
         costs=run.costs,
         layout=layout.name,
-        tokens=last if "tokens" in ask else None,
-        patches=vit.norm(last)[:, shape.prefix :] if "patches" in ask else None,
+        tokens=tokens if "tokens" in ask else None,
+        patches=vit.norm(tokens)[:, shape.prefix :] if tokens is not None and "patches" in ask else None,
     )
 
 
@@ -119,6 +122,8 @@ class _Run:
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]
     cap: Cap | None = None
+    keeps: bool = False  # last values are wanted of tokens that a head sees as zeros, too
+    zeroed: tuple[Tensor, Tensor] | None = None  # who that is [B, N], and their last values [B, N, D]
 
     def answer(self, layer: int, when: When, decision: object) -> None:
         """Take the policy's share for the readout, then let the layout do the rest."""
@@ -128,6 +133,8 @@ class _Run:
         if share is not None:
             part = share[:, : self.read, None].to(self.layout.rows.dtype) * self.layout.leading()
             self.shares = part if self.shares is None else self.shares + part
+        if self.keeps and isinstance(decision, Drop) and decision.zeroed:
+            self.keep_last(decision.leaving & self.layout.live, self.layout.leading())
         self.layout.carry_out(decision, when)  # type: ignore[arg-type]
         self.steps.append(Step(layer, when, detached(decision)))  # type: ignore[arg-type]
 
@@ -136,6 +143,15 @@ class _Run:
             return {}
         blocks = torch.tensor([block for block, _ in self.noted])
         return {"keep_scores": torch.stack([score for _, score in self.noted]), "keep_blocks": blocks}
+
+    def keep_last(self, leaving: Tensor, value: Tensor) -> None:
+        """Remember the value of tokens that are about to be set to zero."""
+        gone, last = (torch.zeros_like(leaving), value) if self.zeroed is None else self.zeroed
+        self.zeroed = gone | leaving, torch.where(leaving[..., None], value, last)
+
+    def unzeroed(self, last: Tensor) -> Tensor:
+        """[B, N, D] the last values with those back that were set to zero on leaving."""
+        return last if self.zeroed is None else torch.where(self.zeroed[0][..., None], self.zeroed[1], last)
 
     def count_evidence(self, wanted: frozenset[str], acting: frozenset[str]) -> None:
         for name in sorted(wanted):

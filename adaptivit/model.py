@@ -47,6 +47,8 @@ class AdaptiveViT(nn.Module):
         self._limit: float | None = None
         self._turned: dict[float, Policy] = {}  # this policy at other positions, with the same parameters
         self.preprocessing = Preprocessing.of(vit)
+        self.notes: dict[str, Any] = {}  # what its checkpoint says beside the model: results, calibration ...
+        self.noted = ""  # the weights and settings for which they hold (checkpoint.identity)
 
     def forward(
         self,
@@ -212,8 +214,18 @@ class AdaptiveViT(nn.Module):
         """The policy's settings."""
         return asdict(self.policy.settings)
 
-    def save_pretrained(self, directory: str | Path, **extra: Any) -> None:
-        """Write model.safetensors (timm's keys, and policy.*) and config.json; adaptivit.load reads them."""
+    def save_pretrained(self, directory: str | Path, *, images: Any = None, **extra: Any) -> None:
+        """Write model.safetensors (timm's keys, and policy.*), config.json and a model card; adaptivit.load reads them.
+
+        images: pictures or their paths, or "samples" for scikit-learn's two photos: the card shows where tokens
+        stopped. extra: what config.json is to say beside the model, e.g. results={"validation": ...}.
+        """
         from .checkpoint import save
 
-        save(self, directory, extra)
+        save(self, directory, extra, images)
+
+    def push_to_hub(self, repo: str, *, images: Any = "samples", **options: Any) -> str:
+        """Save to a repository on the Hugging Face Hub and return its address; options as in hub.push."""
+        from .hub import push
+
+        return push(self, repo, images=images, **options)

@@ -71,7 +71,7 @@ def predict(
                     pictures.append(transform(file.convert("RGB")))
             except _UNREADABLE as error:
                 raise DataError(f"Cannot read the image {path} ({first_line(error)}).") from None
-        output = model(torch.stack(pictures).to(device), layout=layout)
+        output = model(torch.stack(pictures).to(device, next(model.parameters()).dtype), layout=layout)
         top = output.logits.float().softmax(-1).topk(min(top_k, output.logits.shape[1]))
         for b, path in enumerate(paths[i : i + batch_size]):
             done.append(

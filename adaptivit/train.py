@@ -22,7 +22,7 @@ from timm.data.mixup import Mixup
 
 from . import data, settings, sharding
 from .arrays import Source, evaluation_images, training_images
-from .checkpoint import fill
+from .checkpoint import refill
 from .config import TrainConfig
 from .data import Labelled, Loaded, mix
 from .errors import DataError, UserError, first_line
@@ -124,7 +124,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool) -> Result:
         with trainer.whole(averaged=False) as whole:
             run.say(calibrate(whole, policy_settings, config.weights, val_set, accelerator.device))
             if whole is not model:
-                fill(model, whole.state_dict())
+                refill(model, whole.state_dict())
         if trainer.average is not None:
             trainer.average = Average(model, config.ema)
     return _loop(trainer, run, images, val, start, show)

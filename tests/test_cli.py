@@ -21,6 +21,7 @@ from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
 from adaptivit.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
+from adaptivit.export_config import ExportConfig
 from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig
 from adaptivit.settings import SETTINGS, describe
@@ -30,9 +31,10 @@ from adaptivit.visualize_config import VisualizeConfig
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
 CONFIGS |= {"recipes": RecipesConfig, "reproduce": ReproduceConfig, "calibrate": CalibrateConfig}
+CONFIGS |= {"export": ExportConfig}
 POSITIONAL = (
     *(("predict", "images"), ("recipes", "name"), ("reproduce", "table")),
-    *(("visualize", "checkpoint"), ("calibrate", "checkpoint")),
+    *(("visualize", "checkpoint"), ("calibrate", "checkpoint"), ("export", "checkpoint")),
 )
 
 
@@ -78,7 +80,7 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
             if default is not dataclasses.MISSING and not isinstance(default, bool):
                 shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 assert f"(default: {shown})" in said
-    if command not in ("quickstart", "recipes", "reproduce", "calibrate"):
+    if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export"):
         for policy, cls in SETTINGS.items():
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):
@@ -106,7 +108,7 @@ def test_help_and_version_do_not_import_torch() -> None:
         "for c in ('quickstart', 'train', 'evaluate', 'predict', 'compare', 'sweep'): main([c, '--help'])\n"
         "for w in (['reproduce', '--help'], ['reproduce'], ['recipes', '--help'], ['recipes'], ['recipes', 'amod']):\n"
         "    main(w)\n"
-        "main(['benchmark', '--help'])\n"
+        "main(['benchmark', '--help']); main(['export', '--help'])\n"
         "main(['train', '--recipe', 'aht-balanced', '--help'])\n"
         "slow = {'torch', 'timm', 'torchvision', 'accelerate', 'sklearn', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not slow, slow"

@@ -135,6 +135,21 @@ def test_calibrate_page() -> None:
     assert (space["out"].macs <= 0.75 * space["out"].costs.static).all()
 
 
+@pytest.mark.usefixtures("workplace")
+def test_checkpoints_page() -> None:
+    space = run(python_blocks("checkpoints.md"))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(space["model"](images).logits, space["again"](images).logits)
+    assert space["started"].settings["threshold"] == 0.8
+
+
+@pytest.mark.usefixtures("workplace")
+def test_features_page() -> None:
+    space = run(python_blocks("features.md"))
+    space["loss"].backward()
+    assert space["model"].vit.patch_embed.proj.weight.grad is not None
+
+
 def renumber() -> None:
     """Write the present line of every symbol into docs/equations.md."""
 

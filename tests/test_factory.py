@@ -208,8 +208,8 @@ def test_damaged_configs_are_named(text: str, tmp_path: Path) -> None:
         adaptivit.load(tmp_path / "saved")
 
 
-@pytest.mark.parametrize(  # moves: model, config, what was there out of the way, the new one in its place
-    ("existing", "failing"), [(True, 1), (True, 2), (True, 3), (True, 4), (False, 1), (False, 2), (False, 3)]
+@pytest.mark.parametrize(  # moves: model, config, card, what was there out of the way, the new one in its place
+    ("existing", "failing"), [(True, n) for n in (1, 2, 3, 4, 5)] + [(False, n) for n in (1, 2, 3, 4)]
 )
 def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monkeypatch: Any) -> None:
     """The n-th move fails (a full disk): the place is as it was before, with nothing left beside it."""

@@ -114,11 +114,11 @@ class Layout(ABC):
 
     @property
     def batch(self) -> int:
-        return int(self.live.shape[0])
+        return self.live.shape[0]
 
     @property
     def slots(self) -> int:
-        return int(self.live.shape[1])
+        return self.live.shape[1]
 
     # -- a policy's answers ----------------------------------------------------------------------------------
     @abstractmethod

@@ -51,7 +51,7 @@ class Exits(Policy):
             raise UserError("Exits need a backbone with a classifier; this one has num_classes = 0.")
 
     def start(self, view: View) -> State:
-        return State(torch.zeros(len(view.present), dtype=torch.long, device=view.present.device))
+        return State(torch.zeros(view.present.shape[0], dtype=torch.long, device=view.present.device))
 
     def after(self, view: View, state: State) -> Drop | None:
         asked = "exits" in view.asked

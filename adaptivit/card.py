@@ -1,0 +1,140 @@
+"""The model card of a checkpoint: README.md in plain Markdown, with what is known of the model and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .errors import DataError, UserError, first_line
+
+if TYPE_CHECKING:
+    from .model import AdaptiveViT
+
+PICTURE = "halting_maps.png"
+MARK = "<!-- Written by adaptivit. Take this line out and your own text stays when the checkpoint is saved again. -->"
+SAMPLES = "samples"
+_CREDIT = (
+    "The photos are scikit-learn's sample images, cropped: china.jpg by "
+    "[danielbuechele](https://www.flickr.com/photos/danielbuechele/6061409035/) and flower.jpg by "
+    "[vultilion](https://www.flickr.com/photos/vultilion/6056698931/), both under "
+    "[CC BY 2.0](https://creativecommons.org/licenses/by/2.0/)."
+)
+_COLUMNS = {
+    "images": "images",
+    "top1": "top-1 %",
+    "top5": "top-5 %",
+    "gmacs": "GMACs",
+    "gmacs_static": "GMACs of static",
+    "mean_depth": "mean depth",
+}
+
+
+def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
+    """The card of a checkpoint with this config.json; `images` as it was given to `maps`, `name` as on the Hub."""
+    backbone, policy = config["backbone"], config["policy"]
+    given = backbone.get("kwargs", {})
+    called = backbone["name"] or f"VisionTransformer of width {given['embed_dim']} with {given['depth']} blocks"
+    size = " x ".join(map(str, config["preprocessing"]["size"]))
+    parts = [
+        f"---\nlibrary_name: adaptivit\npipeline_tag: image-classification\ntags:\n- adaptivit\n- {policy}\n---",
+        MARK,
+        f"# {_cell(name) or f'{called}, {policy}'}",
+        f"{called} with the policy `{policy}` of adaptivit: it spends work where the image needs it. "
+        f"Images of {size} px, {_classes(config)}.",
+        "```python\nimport adaptivit\n\n"
+        f'model = adaptivit.from_pretrained("{name or "this directory, or user/name on the Hub"}")\n'
+        "transform = model.preprocessing.evaluation()  # from a PIL image to a tensor\n```",
+        "## Results\n\n" + _results(config.get("results")),
+    ]
+    if images is not None:
+        credit = f" {_CREDIT}" if images == SAMPLES else ""
+        parts.append(
+            f"## Where it works\n\n![Pictures beside a map of how many blocks computed each patch]({PICTURE})\n\n"
+            f"Left: the input. Right: how many blocks computed each patch.{credit}"
+        )
+    rows = "".join(f"| {k} | {_cell(v)} |\n" for k, v in config["settings"].items())
+    parts.append(f"## Settings of {policy}\n\n" + (f"| setting | value |\n|---|---|\n{rows}" if rows else "None."))
+    if config.get("calibration"):
+        parts.append("## Budgets\n\nconfig.json holds a calibration curve: `model.budget` needs no data.")
+    parts.append(f"Saved by adaptivit {config['adaptivit']}, format {config['format']}.")
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _classes(config: dict[str, Any]) -> str:
+    names, count = config.get("class_names"), config["backbone"]["changes"].get("num_classes")
+    if not names:
+        return f"{count} classes" if count else "no classifier"
+    few = ", ".join(_cell(n) for n in names[:8])
+    return f"{len(names)} classes ({few}{', ...' if len(names) > 8 else ''})"
+
+
+def _results(results: Any) -> str:
+    """A table of what was measured; what is not understood stays in config.json."""
+    rows = {k: v for k, v in results.items() if isinstance(v, dict)} if isinstance(results, dict) else {}
+    known = [c for c in _COLUMNS if any(isinstance(r.get(c), (int, float)) for r in rows.values())]
+    if not known:
+        return "None are known."
+    lines = [
+        "| measured on | " + " | ".join(_COLUMNS[c] for c in known) + " |",
+        "|---|" + "---|" * len(known),
+        *(f"| {_cell(name)} | " + " | ".join(_figure(row.get(c)) for c in known) + " |" for name, row in rows.items()),
+    ]
+    return "\n".join(lines) + "\n\nGMACs are billions of multiply-accumulates for an image, as the papers' GFLOPs are."
+
+
+def _figure(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """Text that stays inside its cell."""
+    return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def maps(model: AdaptiveViT, images: Any) -> bytes:
+    """A PNG of each picture beside its halting map: PIL images, paths, or "samples" (scikit-learn's two photos)."""
+    from .pictures import halting_maps
+
+    tensors, keep = pictures_for(model, images), next(model.parameters())
+    was_training = model.training
+    with torch.inference_mode():
+        trace = model.eval()(tensors.to(keep.device, keep.dtype)).trace
+    model.train(was_training)
+    grid = model.vit.patch_embed.grid_size
+    depth = trace.depth[:, trace.prefix :].unflatten(1, tuple(grid)).cpu()
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
+    shown = (tensors * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
+    return halting_maps(shown.numpy(), depth.numpy(), model.shape.layers, columns=2)
+
+
+def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
+    """[B, C, H, W] pictures as the model reads them: PIL images, paths, or "samples"."""
+    if model.vit.in_chans not in (1, 3):
+        raise UserError(f"images: a model of {model.vit.in_chans} channels does not read pictures; leave them out.")
+    mode, transform = "RGB" if model.vit.in_chans == 3 else "L", model.preprocessing.evaluation()
+    return torch.stack([transform(picture.convert(mode)) for picture in _opened(images)])
+
+
+def _opened(images: Any) -> list[Image.Image]:
+    if isinstance(images, str) and images == SAMPLES:
+        from sklearn.datasets import load_sample_images
+
+        return [Image.fromarray(array) for array in load_sample_images().images]
+    if isinstance(images, (str, Path)) or not isinstance(images, Sequence) or not images:
+        raise UserError(f"images: expected a list of pictures or their paths, or {SAMPLES!r}, got {images!r}.")
+    return [_open(image) for image in images]
+
+
+def _open(image: Any) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image
+    try:
+        with Image.open(image) as file:
+            return file.convert("RGB")
+    except Exception as error:  # whatever a damaged file or another kind of object raises
+        raise DataError(f"Cannot read the image {image} ({first_line(error)}).") from None
