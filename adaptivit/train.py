@@ -108,6 +108,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool) -> Result:
     if model.class_names not in (None, list(train_set.classes)):
         model.vit.reset_classifier(classes)  # as many classes as the weights have, but other ones
     model.class_names = list(train_set.classes)
+    model.calibration, model.budget, model.max_macs = None, None, None  # of the weights that it starts from
     trainer = _trainer(config, model, accelerator, classes)
     images = training_images(train_set, model.preprocessing, config, accelerator.device)
     val = evaluation_images(val_set, model.preprocessing, accelerator.device)

@@ -138,9 +138,14 @@ def test_a_narrow_checkpoint_on_the_command_line(tmp_path: Path, capsys: Any) ->
 # -- notes ----------------------------------------------------------------------------------------------------------
 def test_results_stay_with_the_weights_that_they_were_measured_on(tmp_path: Path) -> None:
     results = {"validation": {"images": 10, "top1": 81.25, "gmacs": 0.75, "gmacs_static": 1.25}}
-    tiny("aht").save_pretrained(tmp_path / "a", results=results, calibration={"curve": [1, 2]}, note="hello")
+    first = tiny("aht")
+    curve = first.calibrate(pictures(4))
+    first.save_pretrained(tmp_path / "a", results=results, note="hello")
     model = adaptivit.load(tmp_path / "a")
-    assert model.notes == {"results": results, "calibration": {"curve": [1, 2]}, "note": "hello"}
+    assert model.notes == {"results": results, "note": "hello"}
+    assert model.calibration == curve
+    assert adaptivit.create(TINY, "aht", weights=tmp_path / "a").calibration == curve
+    assert adaptivit.create(TINY, "aht", weights=tmp_path / "a", threshold=0.5).calibration is None
     model.save_pretrained(tmp_path / "b", note="again")
     again = adaptivit.load(tmp_path / "b")
     assert again.notes == model.notes | {"note": "again"}
