@@ -189,6 +189,11 @@ class View:
         """[B, 1] what a budget adds to the logit of leaving, for policies whose dial is "shift"; None without one."""
         return self._run.shift
 
+    @property
+    def limited(self) -> bool:
+        """Whether max_macs may send tokens away that would stay."""
+        return self._run.cap is not None
+
     def surplus(self, stay: Tensor, standing: Tensor) -> Tensor | None:
         """[B, U] bool: who of those that would `stay` [B, U] must leave as well, so that max_macs holds; None without
         that limit. The highest `standing` [B, U] leaves first, prefix tokens last. U = 1 stands for the image."""

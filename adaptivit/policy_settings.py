@@ -45,9 +45,10 @@ class AHTSettings:
     """Slack of the threshold, so that one layer can be enough; 0 is the letter of the paper."""
     stages: tuple[int, ...] | None = None
     """Planners sit after this many blocks, e.g. 3+6+9; default: a quarter, half and three quarters of the depth."""
-    feature: Literal["fc1", "gelu", "residual", "received", "class_row"] = "fc1"
-    """What the supervisor reads: an element after fc1, after its activation, or of the residual stream (A-ViT); or how
-    little attention the token gets, from all or from the class token: -log(n a)."""
+    feature: Literal["fc1", "gelu", "residual", "received", "class_row", "worth"] = "fc1"
+    """What the supervisor reads: an element after fc1, after its activation, or of the residual stream (A-ViT); how
+    little attention the token gets, from all or from the class token: -log(n a); or how little it is worth: little
+    attended by the class token and like another patch, -log(a sqrt(n d)), as in fold."""
     index: int = 0
     """Which element of the feature is read."""
     gamma: float = 1.0
@@ -56,6 +57,18 @@ class AHTSettings:
     """Starting shift of the supervisor; `train` calibrates it on one batch."""
     learn_gate: bool = True
     """Whether gamma and beta are learned."""
+    gate: Literal["shared", "layer"] = "shared"
+    """One gamma and beta for all layers (the paper), or one for each."""
+    decide: Literal["after", "between"] = "after"
+    """Tokens halt after a block (the paper), or already between its attention and its MLP, which needs a feature that
+    attention shows."""
+    spare: int = 0
+    """In so many first blocks nobody halts and nothing is looked at."""
+    start: float | None = None
+    """Training starts at this share of static's MACs; default: at a mean depth of L - 1."""
+    sample: tuple[float, ...] = ()
+    """In training every image gets a budget of its own, drawn between two shares of static's MACs, e.g. 0.45+0.95; then
+    one checkpoint serves all of them."""
     class_token: Literal["stays", "mean_field"] = "stays"
     """The class token never halts and the head reads the last layer, or A-ViT's mean-field readout."""
     halted: Literal["frozen", "zeroed"] = "frozen"
@@ -82,6 +95,15 @@ class AHTSettings:
         require(self.index >= 0, "index", "an index >= 0", self.index)
         require(self.plan_weight >= 0, "plan_weight", "a number >= 0", self.plan_weight)
         require(self.planner_width > 0, "planner_width", "a number > 0", self.planner_width)
+        require(self.spare >= 0, "spare", "a number of blocks >= 0", self.spare)
+        require(self.start is None or 0 < self.start < 1, "start", "a share between 0 and 1", self.start)
+        ordered = len(self.sample) == 2 and 0 < self.sample[0] < self.sample[1] < 1
+        require(not self.sample or ordered, "sample", "two shares, the lower first, e.g. 0.45+0.95", self.sample)
+        early = self.decide == "between"
+        shown = self.feature in ("received", "class_row", "worth")
+        require(not early or shown, "decide", "after, or a feature that attention shows", f"between, {self.feature}")
+        stays = self.class_token == "stays"
+        require(not early or stays, "decide", "after, or class_token=stays", f"between, {self.class_token}")
         stages = (1,) if self.stages is None else self.stages
         require(all(s >= 1 for s in stages), "stages", "block numbers in 1..L", stages)
         require(len(set(stages)) == len(stages), "stages", "different block numbers", stages)

@@ -24,6 +24,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "aht, the plan acts": ("aht", {"beta": -1.0, "plan_weight": 0.7, "plan_range": "s..L+1"}),
     "aht, straight-through": ("aht", {"beta": -1.5, "straight_through": True}),
     "aht, folds": ("aht", {"beta": -1.5, "leave": "fold", "straight_through": True}),
+    "aht, worth": (
+        "aht",
+        {"feature": "worth", "leave": "fold", "decide": "between", "spare": 1, "gate": "layer"}
+        | {"gamma": 2.0, "beta": -1.0, "straight_through": True, "sample": (0.5, 0.9)},
+    ),
     "aht, planner alone": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "none", "planner_width": 0.25}),
     "aht, class token": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "class", "feature": "class_row"}),
     "avit": ("avit", GATE),

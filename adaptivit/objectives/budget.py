@@ -22,8 +22,9 @@ class Budget(Summed):
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
         live = output.trace.fact("presence").sum(-1)  # [L, B], 0/1 forward, soft backward
-        costs = output.costs
-        macs = costs.blocks(live, live) + costs.embedding + costs.head
+        costs, facts = output.costs, output.trace.facts
+        updated = facts["presence_mlp"].sum(-1) if "presence_mlp" in facts else live
+        macs = costs.blocks(live, updated) + costs.embedding + costs.head
         return over_images(macs / costs.static)
 
     def loss(self, sums: Tensor) -> Tensor:

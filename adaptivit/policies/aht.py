@@ -8,7 +8,8 @@ Shapes: B images, N slots, D width, L layers 1..L, S planner stages.
 
 In the paper the planners only enter the loss (objectives/target_depth.py). With plan_weight > 0 they act:
 h = sigmoid(gamma f + beta + plan_weight (l - N_plan)). With straight_through the key weights stay 0/1 but pass the
-slope of a soft step back to the scores, so that the task loss can tell a token that it was needed.
+slope of a soft step back to the scores, so that the task loss can tell a token that it was needed. With `sample` a
+random shift an image is added to the logit in training, so that one model learns every budget.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from ..backbone import Shape
 from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep
+from ..draws import draw
 from ..errors import UserError
 from ..policy_settings import AHTSettings
 from .base import Policy
@@ -64,6 +66,7 @@ class Planner(nn.Module):
 class State:
     halting: Halting
     size: Tensor  # [B, N] of each token, where patches leave by folding
+    shift: Tensor | None = None  # [B, 1] of the logit of leaving: a budget's, or one drawn in training
     plan: Tensor | None = None  # [B, N] the newest plan
     plans: list[Tensor] = field(default_factory=list)  # [B, N] each
     planned: list[Tensor] = field(default_factory=list)  # [B, N] bool: live on entering layer s, so N_k >= s
@@ -83,26 +86,38 @@ class AHT(Policy):
         bad = [s for s in stages if not 1 <= s <= shape.layers]
         if bad:
             raise UserError(f"stages: expected block numbers in 1..{shape.layers}, got {bad[0]}.")
-        attention = settings.feature in ("received", "class_row")
+        attention = settings.feature in ("received", "class_row", "worth")
         if not attention and settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
             raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
-        if not shape.class_token and (settings.feature == "class_row" or settings.planner_context == "class"):
-            raise UserError("This backbone has no class token for feature=class_row or planner_context=class.")
+        if settings.spare >= shape.layers:
+            raise UserError(f"spare: expected less than {shape.layers}, the number of blocks, got {settings.spare}.")
+        needy = settings.feature in ("class_row", "worth")
+        if not shape.class_token and (needy or settings.planner_context == "class"):
+            raise UserError(
+                f"This backbone has no class token for feature={settings.feature if needy else 'class_row'} or "
+                "planner_context=class."
+            )
         self.evidence_index = settings.index
         self.prefix_stays = settings.class_token == "stays"
         self.offers = frozenset({"plan"}) if stages else frozenset()
-        self.gamma = nn.Parameter(torch.tensor(float(settings.gamma)), requires_grad=settings.learn_gate)
-        self.beta = nn.Parameter(torch.tensor(float(settings.beta)), requires_grad=settings.learn_gate)
+        many = () if settings.gate == "shared" else (shape.layers,)
+        self.gamma = nn.Parameter(torch.full(many, float(settings.gamma)), requires_grad=settings.learn_gate)
+        self.beta = nn.Parameter(torch.full(many, float(settings.beta)), requires_grad=settings.learn_gate)
+        if settings.sample:  # what is added to the logit for the lower and for the higher share; see calibrate
+            self.register_buffer("shifts", torch.tensor([1.0, -1.0]))
         high = {"1..L": shape.layers, "s..L": shape.layers, "s..L+1": shape.layers + 1}[settings.plan_range]
         width, context = max(1, int(shape.dim * settings.planner_width)), settings.planner_context != "none"
         low = {s: 1 if settings.plan_range == "1..L" else s for s in stages}
         self.planners = nn.ModuleDict({str(s): Planner(shape.dim, width, low[s], high, context) for s in stages})
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        if layer == self.shape.layers - 1:
+        settings = self.settings
+        if layer == self.shape.layers - 1 or layer < settings.spare:
             return frozenset()
-        read = frozenset({self.settings.feature}) - {"residual"}
-        return read | {"similarity"} if self.settings.leave == "fold" else read
+        if settings.feature == "worth":
+            return frozenset({"class_row", "similarity"})
+        read = frozenset({settings.feature}) - {"residual"}
+        return read | {"similarity"} if settings.leave == "fold" else read
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
         acts = self.settings.plan_weight > 0 and str(layer + 1) in self.planners
@@ -112,12 +127,17 @@ class AHT(Policy):
         halts = torch.ones_like(view.present)
         if self.settings.class_token == "stays":
             halts[:, : self.shape.prefix] = False
-        settings = self.settings
-        return State(
-            Halting(halts, settings.threshold, settings.eps, settings.tau), torch.ones(halts.shape, device=halts.device)
-        )
+        settings, shift, device = self.settings, view.shift, halts.device
+        if self.training and settings.sample:
+            high, low = self.shifts.unbind()  # type: ignore[operator]
+            shift = draw(len(halts), lambda images: low + (high - low) * torch.rand(images, 1, device=device))
+        halting = Halting(halts, settings.threshold, settings.eps, settings.tau)
+        return State(halting, torch.ones(halts.shape, device=device), shift)
 
-    def after(self, view: View, state: State) -> Decision:
+    def between(self, view: View, state: State) -> Decision | None:
+        return self._decide(view, state) if self.settings.decide == "between" and not view.last else None
+
+    def after(self, view: View, state: State) -> Decision | None:
         settings, layer, halting = self.settings, view.layer + 1, state.halting
         if str(layer) in self.planners and (settings.plan_weight > 0 or "plan" in view.asked):
             # the planner sees whoever entered this layer, those that halt in it included (Listing 1.1, line 31)
@@ -128,30 +148,44 @@ class AHT(Policy):
             state.plan = view.apply(self.planners[str(layer)], over, part=part)
             state.plans.append(state.plan)
             state.planned.append(view.present & halting.halts)
-        if view.last:
-            logit = torch.zeros_like(halting.cumulative)
-        else:
-            feature = self._feature(view)
-            logit = self.gamma.float() * feature + self.beta.float()
-            if settings.plan_weight > 0 and state.plan is not None:
-                logit = logit + settings.plan_weight * (layer - state.plan)
-            if view.shift is not None:
-                logit = logit + view.shift
-        full, mass = halting.step(torch.sigmoid(logit), layer, view.last, surplus=view.surplus)
+        return self._decide(view, state) if settings.decide == "after" or view.last else None
+
+    def _decide(self, view: View, state: State) -> Decision:
+        settings, layer, halting = self.settings, view.layer + 1, state.halting
+        full, mass = halting.step(self._score(view, state), layer, view.last, surplus=view.surplus)
         share = mass if settings.class_token == "mean_field" else None
-        if view.last:
+        if view.last or (view.layer < settings.spare and not view.limited):
             return Keep(share=share)
         weight = halting.presence[-1] if settings.straight_through else None
-        if settings.leave == "drop":
+        if settings.leave == "drop" or view.layer < settings.spare:
             return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
-        merge = fold(full, view.patches, state.size, view.found["similarity"])
+        say = None
+        if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to say in a mean
+            say = state.size * view.found["class_row"].clamp_min(1e-9) ** 0.5
+        merge = fold(full, view.patches, state.size, view.found["similarity"], say)
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, weight=weight, share=share)
 
+    def _score(self, view: View, state: State) -> Tensor:
+        """[B, N] h of this layer: 0 where nobody halts yet."""
+        settings, number = self.settings, view.layer
+        if view.last or number < settings.spare:
+            return torch.zeros_like(state.halting.cumulative)
+        gamma, beta = (p if p.ndim == 0 else p[number] for p in (self.gamma.float(), self.beta.float()))
+        logit = gamma * self._feature(view) + beta
+        if settings.plan_weight > 0 and state.plan is not None:
+            logit = logit + settings.plan_weight * (number + 1 - state.plan)
+        return torch.sigmoid(logit if state.shift is None else logit + state.shift)
+
     def _feature(self, view: View) -> Tensor:
         """[B, N] what the supervisor reads."""
         name = self.settings.feature
+        if name == "worth":
+            alike, _ = view.found["similarity"].nearest(view.patches)
+            distance = (1 - alike.clamp(-1, 1)).clamp_min(1e-6)
+            count = view.present.sum(-1, keepdim=True)
+            return -0.5 * ((view.found["class_row"].clamp_min(1e-6) ** 2) * count * distance).log()
         if name == "residual":
             return view.element(self.settings.index)
         if name in ("fc1", "gelu"):
@@ -160,6 +194,9 @@ class AHT(Policy):
 
     def facts(self, state: State) -> dict[str, Tensor]:
         facts = state.halting.facts()
+        if self.settings.decide == "between":  # the MLP sees who is left by then
+            presence = facts["presence"]
+            facts["presence_mlp"] = torch.cat([presence[1:], presence[-1:]])
         if state.plans:
             device = state.plans[0].device  # a tensor made of a list would have to wait for a GPU
             stages = [torch.full((), s, device=device) for s in sorted(int(s) for s in self.planners)]
@@ -172,17 +209,30 @@ class AHT(Policy):
 
     @torch.no_grad()
     def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
-        """Bisect beta so that training starts with a mean depth of about L - 1: a gate far below its threshold
-        has no slope and does not learn."""
+        """Bisect beta so that training starts with a mean depth of about L - 1 (a gate far below its threshold has no
+        slope and does not learn) or at the share of MACs that is asked for; and the shifts of sampled budgets."""
         if not self.settings.learn_gate:
             return None
-        goal, low, high = float(self.shape.layers - 1), -20.0, 10.0
         training = model.training
         model.eval()
-        depth = goal
-        for _ in range(14):
-            self.beta.fill_((low + high) / 2)
-            depth = float(model(images).trace.mean_depth.mean())
-            low, high = (float(self.beta), high) if depth > goal else (low, float(self.beta))
+
+        def found(goal: float, by_depth: bool) -> float:
+            """The beta that comes nearest."""
+            low, high = -20.0, 20.0
+            for _ in range(16):
+                self.beta.fill_((low + high) / 2)
+                out = model(images)
+                cost = out.trace.mean_depth if by_depth else out.macs_deployed / model.static_macs(out)
+                middle = (low + high) / 2
+                low, high = (middle, high) if float(cost.mean()) > goal else (low, middle)
+            return (low + high) / 2
+
+        start = self.settings.start
+        edges = [found(share, by_depth=False) for share in self.settings.sample]
+        beta = found(float(self.shape.layers - 1), by_depth=True) if start is None else found(start, by_depth=False)
+        self.beta.fill_(beta)
+        if edges:
+            self.shifts.copy_(torch.tensor(edges) - beta)  # type: ignore[operator]
+        depth = float(model(images).trace.mean_depth.mean())
         model.train(training)
-        return f"beta = {float(self.beta):.3f} for a starting mean depth of {depth:.2f} of {self.shape.layers}"
+        return f"beta = {beta:.3f} for a starting mean depth of {depth:.2f} of {self.shape.layers}"
