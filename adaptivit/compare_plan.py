@@ -85,5 +85,5 @@ def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
     )
     if training.weights is None:
         model.class_names = list(some.classes)
-    calibrate(model, values, training.weights, some, "cpu")  # as training does before its first step
+    calibrate(model, values, training, some, "cpu")  # as training does before its first step
     return model

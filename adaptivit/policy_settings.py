@@ -64,8 +64,8 @@ class AHTSettings:
     attention shows."""
     spare: int = 0
     """In so many first blocks nobody halts and nothing is looked at."""
-    start: float | None = None
-    """Training starts at this share of static's MACs; default: at a mean depth of L - 1."""
+    start: Literal["depth", "budget"] = "depth"
+    """Training starts at a mean depth of L - 1, or at the cost that --budget-share names."""
     sample: tuple[float, ...] = ()
     """In training every image gets a budget of its own, drawn between two shares of static's MACs, e.g. 0.45+0.95; then
     one checkpoint serves all of them."""
@@ -96,7 +96,6 @@ class AHTSettings:
         require(self.plan_weight >= 0, "plan_weight", "a number >= 0", self.plan_weight)
         require(self.planner_width > 0, "planner_width", "a number > 0", self.planner_width)
         require(self.spare >= 0, "spare", "a number of blocks >= 0", self.spare)
-        require(self.start is None or 0 < self.start < 1, "start", "a share between 0 and 1", self.start)
         ordered = len(self.sample) == 2 and 0 < self.sample[0] < self.sample[1] < 1
         require(not self.sample or ordered, "sample", "two shares, the lower first, e.g. 0.45+0.95", self.sample)
         early = self.decide == "between"

@@ -10,18 +10,20 @@ import torch
 from . import data
 from .arrays import evaluation_images
 from .checkpoint import read_config
+from .config import TrainConfig
 from .data import Labelled
 from .model import AdaptiveViT
 
 
 def calibrate(
-    model: AdaptiveViT, values: dict[str, Any], weights: str | None, some: Labelled, device: torch.device | str
+    model: AdaptiveViT, values: dict[str, Any], config: TrainConfig, some: Labelled, device: torch.device | str
 ) -> str | None:
     """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
     this kind; returns a line that says what was done."""
+    weights, share = config.weights, config.budget_share if config.budget else None
     trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name
     if "beta" in values or trained:
         return None
     images = evaluation_images(some.spread(64), model.preprocessing, device)
     batch = next(data.batches(images, data.in_order(len(images), 64)))
-    return model.policy.calibrate(model, batch.images.to(device)) if len(batch.labels) else None
+    return model.policy.calibrate(model, batch.images.to(device), share) if len(batch.labels) else None

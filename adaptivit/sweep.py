@@ -142,7 +142,7 @@ def _untrained(config: TrialConfig) -> Result:
     model = _model(config, len(val.classes)).to(device)
     val = val.for_model(model.vit.num_classes, model.class_names)
     if config.calibrate:
-        calibrate(model, settings.parse(config.policy)[1], config.weights, val, device)
+        calibrate(model, settings.parse(config.policy)[1], config, val, device)
     images = evaluation_images(val, model.preprocessing, device)
     order = data.in_order(len(images), config.batch_size)
     return evaluate(model, data.batches(images, order, config.workers), device=device)

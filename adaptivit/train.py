@@ -123,7 +123,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool) -> Result:
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.calibrate:
         with trainer.whole(averaged=False) as whole:
-            run.say(calibrate(whole, policy_settings, config.weights, val_set, accelerator.device))
+            run.say(calibrate(whole, policy_settings, config, val_set, accelerator.device))
             if whole is not model:
                 refill(model, whole.state_dict())
         if trainer.average is not None:

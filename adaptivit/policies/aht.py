@@ -208,9 +208,9 @@ class AHT(Policy):
         return facts
 
     @torch.no_grad()
-    def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
+    def calibrate(self, model: AdaptiveViT, images: Tensor, share: float | None = None) -> str | None:
         """Bisect beta so that training starts with a mean depth of about L - 1 (a gate far below its threshold has no
-        slope and does not learn) or at the share of MACs that is asked for; and the shifts of sampled budgets."""
+        slope and does not learn) or at the cost that it aims at; and the shifts of sampled budgets."""
         if not self.settings.learn_gate:
             return None
         training = model.training
@@ -218,8 +218,9 @@ class AHT(Policy):
 
         def found(goal: float, by_depth: bool) -> float:
             """The beta that comes nearest."""
-            low, high = -20.0, 20.0
-            for _ in range(16):
+            high = 20.0 * max(1.0, float(self.gamma.abs().max()))
+            low = -high
+            for _ in range(18):
                 self.beta.fill_((low + high) / 2)
                 out = model(images)
                 cost = out.trace.mean_depth if by_depth else out.macs_deployed / model.static_macs(out)
@@ -227,9 +228,9 @@ class AHT(Policy):
                 low, high = (middle, high) if float(cost.mean()) > goal else (low, middle)
             return (low + high) / 2
 
-        start = self.settings.start
-        edges = [found(share, by_depth=False) for share in self.settings.sample]
-        beta = found(float(self.shape.layers - 1), by_depth=True) if start is None else found(start, by_depth=False)
+        edges = [found(edge, by_depth=False) for edge in self.settings.sample]
+        there = share is not None and self.settings.start == "budget"
+        beta = found(share, by_depth=False) if there and share else found(float(self.shape.layers - 1), by_depth=True)
         self.beta.fill_(beta)
         if edges:
             self.shifts.copy_(torch.tensor(edges) - beta)  # type: ignore[operator]

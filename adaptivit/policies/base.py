@@ -85,6 +85,7 @@ class Policy(nn.Module):
         says so also heeds view.surplus. None: it does not, and max_macs is refused or held by its dial."""
         return None
 
-    def calibrate(self, model: AdaptiveViT, images: Tensor) -> str | None:
-        """Set starting values on one batch before training; returns a line that says what was done."""
+    def calibrate(self, model: AdaptiveViT, images: Tensor, share: float | None = None) -> str | None:
+        """Set starting values on one batch before training, which aims at this share of static's MACs, if at any;
+        returns a line that says what was done."""
         return None

@@ -125,6 +125,18 @@ def budget() -> TrainConfig:
     )
 
 
+def folding() -> TrainConfig:
+    """Ours: the supervisor reads what a token is worth, and a token that halts folds into its likeness.
+
+    adaptivit train --recipe aht-fold --data DATA --weights STATIC --budget-share 0.67
+    As aht-budget, and: worth (attention of the class token times distance from the most similar patch) as the feature,
+    a gate for every layer, decisions between attention and MLP from a quarter of the depth on, and training that starts
+    at the budget. Needs a static model of the same classes as --weights or --teacher. Not run by us yet.
+    """
+    policy = "aht:straight_through=true,feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4,start=budget"
+    return replace(budget(), policy=policy)
+
+
 RECIPES = {
     "aht-high-accuracy": high_accuracy,
     "aht-balanced": balanced,
@@ -136,4 +148,5 @@ RECIPES = {
     "dynamicvit-aht": dynamicvit_peer,
     "avit-aht": avit_peer,
     "aht-budget": budget,
+    "aht-fold": folding,
 }

@@ -1,0 +1,133 @@
+"""AHT-ViT beyond the paper: what a token is worth, decisions inside a block, gates a layer, sampled budgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import pictures, tiny
+
+import adaptivit
+from adaptivit.draws import Share, drawing
+from adaptivit.errors import UserError
+from adaptivit.objectives import Batch, Budget
+
+WORTH: dict[str, Any] = {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 3.0, "beta": 0.0}
+
+
+def test_the_first_blocks_are_spared_and_nothing_is_looked_at() -> None:
+    model = tiny("aht", more={"depth": 4}, spare=2, **WORTH | {"beta": 30.0})  # whoever may halt does
+    out = model(pictures())
+    live = out.trace.updated[:, :, 1:].sum(-1)
+    assert (live[:2] == out.trace.updated.shape[2] - 1).all()
+    assert (live[2] == 0).all()  # already in this block's MLP
+    assert (out.trace.attended[2, :, 1:].sum(-1) == live[1]).all()
+    looked = {s.present.sum() for s in out.spent}
+    assert len(out.spent) == 2  # attention and similarity, in block 3 alone: nobody is asked in the last
+    assert looked
+
+
+def test_the_least_worth_leave_first() -> None:
+    model = tiny("aht", more={"depth": 3}, spare=1, start="budget", **WORTH | {"gamma": 50.0})
+    images = pictures()
+    model.policy.calibrate(model, images, 0.8)
+    out = model(images)
+    left = out.trace.attended[1, :, 1:] & ~out.trace.updated[1, :, 1:]
+    assert left.any()
+    assert not left.all()
+    vit = model.vit
+    rows = vit.blocks[0](backbone_rows(vit, images))
+    block = vit.blocks[1]
+    q, k, _ = block.attn.qkv(block.norm1(rows)).unflatten(-1, (3, block.attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    seen = ((q * block.attn.head_dim**-0.5) @ k.transpose(-2, -1)).softmax(-1)[:, :, 0, 1:].mean(1)
+    keys = torch.nn.functional.normalize(k.mean(1)[:, 1:], dim=-1)
+    alike = keys @ keys.transpose(-2, -1)
+    alike.diagonal(dim1=-2, dim2=-1).fill_(-1.0)
+    worth = seen.log() + 0.5 * (1 - alike.amax(-1)).clamp_min(1e-6).log()  # n is the same for all here
+    assert worth[left].max() < worth[~left].min() + 1e-4
+
+
+def backbone_rows(vit: Any, images: torch.Tensor) -> torch.Tensor:
+    return vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
+
+
+def test_training_starts_at_the_budget() -> None:
+    images = pictures(8)
+    model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH)
+    said = model.policy.calibrate(model, images, 0.7)
+    assert said is not None
+    out = model(images)
+    assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.7, abs=0.03)
+    assert model.policy.beta.shape == (6,)
+    assert len(set(model.policy.beta.tolist())) == 1
+
+
+def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:
+    model = tiny("aht", more={"depth": 4}, straight_through=True, **WORTH).train()
+    out = model(pictures())
+    loss = Budget(0.5)(out, Batch())
+    share = float(out.macs_blocks.mean()) / out.costs.static
+    assert float(loss.detach()) == pytest.approx((share - 0.5) ** 2, rel=1e-5)
+    loss.backward()
+    assert model.policy.beta.grad is not None
+    assert float(model.policy.beta.grad.abs()) > 0
+
+
+def test_sampled_budgets() -> None:
+    images = pictures(8)
+    model = tiny("aht", more={"depth": 6}, sample=(0.4, 0.9), start="budget", spare=1, **WORTH)
+    model.policy.calibrate(model, images, 0.65)
+    low, high = model.policy.shifts.tolist()[::-1]
+    assert low < 0 < high
+
+    def cost(shift: float | None = None) -> float:
+        out = model(images) if shift is None else forward(model, images, shift)
+        return float((out.macs_deployed / model.static_macs(out)).mean())
+
+    assert cost(high) == pytest.approx(0.4, abs=0.05)
+    assert cost(low) == pytest.approx(0.9, abs=0.05)
+    model.train()
+    same = images[:1].expand(64, -1, -1, -1)  # one image, many budgets
+    with drawing(None, 3), torch.no_grad():
+        spread = model(same).macs_blocks
+    assert spread.unique().numel() > 4
+    with drawing(None, 3), torch.no_grad():
+        assert torch.equal(model(same).macs_blocks, spread)
+    with drawing(Share(torch.arange(1, 64, 2), 64), 3), torch.no_grad():  # another process, its share of the draws
+        assert torch.equal(model(same[::2]).macs_blocks, spread[1::2])
+    model.eval()
+    assert model(same).macs_blocks.unique().numel() == 1
+
+
+def forward(model: Any, images: torch.Tensor, shift: float) -> Any:
+    beta = float(model.policy.beta)
+    with torch.no_grad():
+        model.policy.beta.fill_(beta + shift)
+        out = model(images)
+        model.policy.beta.fill_(beta)
+    return out
+
+
+def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:
+    model = tiny("aht", sample=(0.4, 0.9), **WORTH)
+    with torch.no_grad():
+        model.policy.shifts.copy_(torch.tensor([2.5, -1.5]))
+    model.save_pretrained(tmp_path / "saved")
+    assert adaptivit.load(tmp_path / "saved").policy.shifts.tolist() == [2.5, -1.5]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"decide": "between"}, "decide: expected after, or a feature that attention shows, got 'between, fc1'"),
+        (WORTH | {"class_token": "mean_field"}, "decide: expected after, or class_token=stays"),
+        ({"spare": 99}, r"spare: expected less than 6"),
+        ({"spare": -1}, "spare: expected a number of blocks >= 0"),
+        ({"sample": (0.9, 0.4)}, "sample: expected two shares, the lower first"),
+        ({"sample": (0.5,)}, "sample: expected two shares"),
+    ],
+)
+def test_bad_settings(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tiny("aht", **given)
