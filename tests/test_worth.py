@@ -101,7 +101,7 @@ def test_sampled_budgets() -> None:
 
 
 def forward(model: Any, images: torch.Tensor, shift: float) -> Any:
-    beta = float(model.policy.beta)
+    beta = float(model.policy.beta.detach())
     with torch.no_grad():
         model.policy.beta.fill_(beta + shift)
         out = model(images)
