@@ -58,7 +58,7 @@ class AHTSettings:
     learn_gate: bool = True
     """Whether gamma and beta are learned."""
     gate: Literal["shared", "layer"] = "shared"
-    """One gamma and beta for all layers (the paper), or one for each."""
+    """One gamma and beta for all layers (the paper), or one for each, which start so that gamma f is spread alike."""
     decide: Literal["after", "between"] = "after"
     """Tokens halt after a block (the paper), or already between its attention and its MLP, which needs a feature that
     attention shows."""

@@ -59,8 +59,10 @@ def test_training_starts_at_the_budget() -> None:
     assert said is not None
     out = model(images)
     assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.7, abs=0.03)
-    assert model.policy.beta.shape == (6,)
-    assert len(set(model.policy.beta.tolist())) == 1
+    assert model.policy.beta.shape == model.policy.gamma.shape == (6,)
+    left = out.trace.live[:, :].float().mean(1)
+    shares = left[2:] / left[1:-1]
+    assert shares.min() > 0.35  # a share of the patches leaves in every layer, not all of them in one
 
 
 def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..backbone import Shape
 from ..cost import CostModel, row_macs
-from ..decision import Decision, Drop, Keep
+from ..decision import Decision, Drop, Keep, Trace
 from ..draws import draw
 from ..errors import UserError
 from ..policy_settings import AHTSettings
@@ -70,11 +70,12 @@ class State:
     plan: Tensor | None = None  # [B, N] the newest plan
     plans: list[Tensor] = field(default_factory=list)  # [B, N] each
     planned: list[Tensor] = field(default_factory=list)  # [B, N] bool: live on entering layer s, so N_k >= s
+    features: list[Tensor] = field(default_factory=list)  # [B, N] each: f, from block `spare` on, when asked for
 
 
 class AHT(Policy):
     """Facts: those of Halting, and with ask=('plan',) or an acting plan: plan [S, B, N], planned [S, B, N] bool,
-    stages [S]."""
+    stages [S]; with ask=('features',) what the supervisor read, [layers, B, N]."""
 
     dial = "shift"
 
@@ -99,7 +100,7 @@ class AHT(Policy):
             )
         self.evidence_index = settings.index
         self.prefix_stays = settings.class_token == "stays"
-        self.offers = frozenset({"plan"}) if stages else frozenset()
+        self.offers = frozenset({"plan", "features"}) if stages else frozenset({"features"})
         many = () if settings.gate == "shared" else (shape.layers,)
         self.gamma = nn.Parameter(torch.full(many, float(settings.gamma)), requires_grad=settings.learn_gate)
         self.beta = nn.Parameter(torch.full(many, float(settings.beta)), requires_grad=settings.learn_gate)
@@ -173,7 +174,10 @@ class AHT(Policy):
         if view.last or number < settings.spare:
             return torch.zeros_like(state.halting.cumulative)
         gamma, beta = (p if p.ndim == 0 else p[number] for p in (self.gamma.float(), self.beta.float()))
-        logit = gamma * self._feature(view) + beta
+        feature = self._feature(view)
+        if "features" in view.asked:
+            state.features.append(feature)
+        logit = gamma * feature + beta
         if settings.plan_weight > 0 and state.plan is not None:
             logit = logit + settings.plan_weight * (number + 1 - state.plan)
         return torch.sigmoid(logit if state.shift is None else logit + state.shift)
@@ -197,6 +201,8 @@ class AHT(Policy):
         if self.settings.decide == "between":  # the MLP sees who is left by then
             presence = facts["presence"]
             facts["presence_mlp"] = torch.cat([presence[1:], presence[-1:]])
+        if state.features:
+            facts["features"] = torch.stack(state.features)
         if state.plans:
             device = state.plans[0].device  # a tensor made of a list would have to wait for a GPU
             stages = [torch.full((), s, device=device) for s in sorted(int(s) for s in self.planners)]
@@ -216,24 +222,45 @@ class AHT(Policy):
         training = model.training
         model.eval()
 
+        offset = torch.zeros_like(self.beta)  # of each layer from what is found below
+
         def found(goal: float, by_depth: bool) -> float:
             """The beta that comes nearest."""
             high = 20.0 * max(1.0, float(self.gamma.abs().max()))
             low = -high
             for _ in range(18):
-                self.beta.fill_((low + high) / 2)
+                middle = (low + high) / 2
+                self.beta.copy_(offset + middle)
                 out = model(images)
                 cost = out.trace.mean_depth if by_depth else out.macs_deployed / model.static_macs(out)
-                middle = (low + high) / 2
                 low, high = (middle, high) if float(cost.mean()) > goal else (low, middle)
             return (low + high) / 2
 
+        def aim() -> float:
+            there = share is not None and self.settings.start == "budget"
+            return found(share, by_depth=False) if there and share else found(self.shape.layers - 1.0, by_depth=True)
+
+        if self.settings.gate == "layer":  # the same spread around the same mean for every layer's gamma f + beta
+            self.beta.fill_(-1e4)
+            for again in range(3):
+                self._even(model(images, ask={"features"}).trace, offset)
+                if again < 2:
+                    self.beta.copy_(offset + aim())
+        beta = aim()
         edges = [found(edge, by_depth=False) for edge in self.settings.sample]
-        there = share is not None and self.settings.start == "budget"
-        beta = found(share, by_depth=False) if there and share else found(float(self.shape.layers - 1), by_depth=True)
-        self.beta.fill_(beta)
+        self.beta.copy_(offset + beta)
         if edges:
             self.shifts.copy_(torch.tensor(edges) - beta)  # type: ignore[operator]
         depth = float(model(images).trace.mean_depth.mean())
         model.train(training)
         return f"beta = {beta:.3f} for a starting mean depth of {depth:.2f} of {self.shape.layers}"
+
+    def _even(self, trace: Trace, offset: Tensor) -> None:
+        """Set gamma, and the offset of beta, of each layer so that gamma f + offset has mean 0 over the patches that
+        enter it, and the deviation that the setting gamma asks for."""
+        prefix = self.shape.prefix
+        for block, values in enumerate(trace.facts["features"], start=self.settings.spare):
+            feature = values[:, prefix:][trace.attended[block, :, prefix:]]
+            if feature.numel() > 1:
+                self.gamma[block] = self.settings.gamma / feature.std().clamp_min(1e-3)
+                offset[block] = -self.gamma[block] * feature.mean()
