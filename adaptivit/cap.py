@@ -8,6 +8,8 @@ the policy never lets them go, else nothing):
 
     s + f_{l+1}(n) + sum_{j > l+1} f_j(least) <= max_macs
 
+(where tokens can still leave before that block's MLP, only the least of its MLP)
+
 Where it cannot, so many tokens stay as could stay to the end: the largest n with s + sum_{j > l} f_j(n) <= max_macs.
 Both keep the invariant that the least can be paid. So whoever stays below the limit by itself is not touched, and what
 is left of an image that does not is spread over the blocks that are left. All of it is arithmetic on tensors, image by
@@ -35,17 +37,36 @@ class Cap:
         self.rest = self.each.flip(0).cumsum(0).flip(0)  # [L, N + 1] from block l on with the same number of tokens
         self.least = least_tokens(policy)
         self.left = limit - (costs.embedding + costs.head)  # [B]
+        self.mlp = 2.0 * costs.shape.dim * costs.shape.hidden  # a token
+        counts = torch.arange(costs.tokens + 1, device=limit.device)
+        shed = self.mlp * (counts - self.least).clamp_min(0) * policy.early  # an MLP that all but the least may miss
+        self.next = self.each - shed
+        self.next[-1] = self.each[-1]  # nobody decides in the last block
+        self.counts = counts
+        self.entered: Tensor | None = None  # [B] tokens whose MLP is paid, and who may still leave before it
 
     def pay(self, layer: int, present: Tensor) -> None:
         """Block `layer` runs with the tokens present [B, N]."""
         self.left = self.left - self.each[layer][present.sum(-1)]
 
+    def before_mlp(self, present: Tensor) -> None:
+        """Tokens that leave between attention and MLP get the MLP back that was paid for them."""
+        self.entered = present.sum(-1)
+
+    def at_mlp(self, present: Tensor) -> None:
+        assert self.entered is not None
+        self.left = self.left + self.mlp * (self.entered - present.sum(-1))
+        self.entered = None
+
     def allowed(self, layer: int, count: Tensor) -> Tensor:
         """[B] how many of `count` [B] tokens may go on after block `layer`."""
-        each, rest, left = self.each[layer + 1], self.rest[layer + 1], self.left
-        after = rest[self.least] - each[self.least]  # of the blocks behind the next one
-        steady = (rest <= left[:, None]).sum(-1) - 1
-        return torch.where(each[count] + after <= left, count, steady)
+        rest, left = self.rest[layer + 1], self.left[:, None]
+        after = rest[self.least] - self.each[layer + 1][self.least]  # of the blocks behind the next one
+        if self.entered is not None:
+            left = left + self.mlp * (self.entered[:, None] - self.counts)  # [B, N + 1] by how many stay
+        steady = (rest <= left).sum(-1) - 1
+        now = left.expand(-1, len(rest)).gather(1, count[:, None])[:, 0]
+        return torch.where(self.next[layer + 1][count] + after <= now, count, steady)
 
 
 def least_tokens(policy: Policy) -> int:
@@ -68,6 +89,6 @@ def block_macs(policy: Policy, costs: CostModel, device: torch.device | None = N
 
 
 def minimum(policy: Policy, costs: CostModel) -> float:
-    """The smallest limit that can be held: the first block in full, then the least."""
-    each = block_macs(policy, costs)
-    return costs.embedding + costs.head + float(each[0, -1] + each[1:, least_tokens(policy)].sum())
+    """The smallest limit that can be held: the first blocks that the policy has to run in full, then the least."""
+    each, full = block_macs(policy, costs), policy.full_blocks
+    return costs.embedding + costs.head + float(each[:full, -1].sum() + each[full:, least_tokens(policy)].sum())

@@ -65,8 +65,12 @@ def forward(
         blocks.attention(block, layout, taps)
         view.found.update(taps.found or {})
 
+        if run.cap is not None:
+            run.cap.before_mlp(layout.here)
         run.answer(layer, "between", policy.between(view, state))
         run.updated.append(layout.here)
+        if run.cap is not None:
+            run.cap.at_mlp(layout.here)
         blocks.mlp(block, layout, taps)
         view.found.update(taps.found or {})
 
@@ -188,11 +192,6 @@ class View:
     def shift(self) -> Tensor | None:
         """[B, 1] what a budget adds to the logit of leaving, for policies whose dial is "shift"; None without one."""
         return self._run.shift
-
-    @property
-    def limited(self) -> bool:
-        """Whether max_macs may send tokens away that would stay."""
-        return self._run.cap is not None
 
     def surplus(self, stay: Tensor, standing: Tensor) -> Tensor | None:
         """[B, U] bool: who of those that would `stay` [B, U] must leave as well, so that max_macs holds; None without

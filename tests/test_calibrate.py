@@ -347,7 +347,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert "-20%" in said
     assert "nearest step below" in said
     assert {f.name for f in (tmp_path / "new").iterdir()} == {
-        *("config.json", "model.safetensors", "calibration.csv", "calibration.png")
+        *("config.json", "model.safetensors", "README.md", "calibration.csv", "calibration.png")
     }
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["mark"] == "kept"

@@ -100,6 +100,7 @@ class AHT(Policy):
             )
         self.evidence_index = settings.index
         self.prefix_stays = settings.class_token == "stays"
+        self.full_blocks, self.early = settings.spare + 1, settings.decide == "between"
         self.offers = frozenset({"plan", "features"}) if stages else frozenset({"features"})
         many = () if settings.gate == "shared" else (shape.layers,)
         self.gamma = nn.Parameter(torch.full(many, float(settings.gamma)), requires_grad=settings.learn_gate)
@@ -153,12 +154,14 @@ class AHT(Policy):
 
     def _decide(self, view: View, state: State) -> Decision:
         settings, layer, halting = self.settings, view.layer + 1, state.halting
-        full, mass = halting.step(self._score(view, state), layer, view.last, surplus=view.surplus)
+        spared = view.layer < settings.spare
+        surplus = None if spared else view.surplus
+        full, mass = halting.step(self._score(view, state), layer, view.last, surplus=surplus)
         share = mass if settings.class_token == "mean_field" else None
-        if view.last or (view.layer < settings.spare and not view.limited):
+        if view.last or spared:
             return Keep(share=share)
         weight = halting.presence[-1] if settings.straight_through else None
-        if settings.leave == "drop" or view.layer < settings.spare:
+        if settings.leave == "drop":
             return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
         say = None
         if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to say in a mean

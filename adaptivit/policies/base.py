@@ -32,6 +32,8 @@ class Policy(nn.Module):
     # what a budget turns (calibrate.py): "shift" where the policy heeds view.shift, which is added to the logit of
     # leaving, so that more is cheaper; or the setting that fixes how many tokens stay; None: it cannot be dialled
     dial: str | None = None
+    full_blocks = 1  # so many first blocks run with every token, whatever max_macs is
+    early = False  # it heeds view.surplus between attention and MLP of every later block but the last
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__()
