@@ -23,6 +23,8 @@ from accelerate.state import AcceleratorState, PartialState
 from test_data import SMALL, folder, refused, split_folder, train
 from test_resume import log, weights
 
+pytestmark = pytest.mark.xdist_group("processes")  # ports, and moments to be killed at: one after the other
+
 PLAIN = ("--augment", "none", "--lr", 1e-3, "--clip-grad", 0)
 
 

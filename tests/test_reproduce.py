@@ -33,6 +33,8 @@ from adaptivit.reproduce import TABLES, Run, Table, execute, tables
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
 
+pytestmark = pytest.mark.xdist_group("processes")  # ports, and moments to be killed at: one after the other
+
 _ = small  # a fixture
 TINY = Table(
     "tiny",

@@ -20,6 +20,8 @@ from test_data import SMALL, refused, split_folder, train
 import adaptivit
 from adaptivit.train import Trainer
 
+pytestmark = pytest.mark.xdist_group("processes")  # ports, and moments to be killed at: one after the other
+
 # Everything random and everything with a state of its own.
 HARD = ("--policy", "aht:straight_through=true", "--target-depth", 0.5, "--ponder", 0.01, "--ema", 0.9)
 HARD += ("--drop-path", 0.3, "--augment", "rand", "--random-erasing", 0.5, "--epochs", 3, "--lr", 1e-3)
