@@ -116,7 +116,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise UserError(f"Cannot listen on {host}, port {port}: {error.strerror or error}.") from None
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise UserError(f"Cannot listen on {host}, port {port}: {why}.") from None
 
 
 def _token(path: str | None) -> str | None:
