@@ -25,6 +25,7 @@ from ..budget import Budget
 from ..factory import create
 from ..model import AdaptiveViT
 from ..pictures import COLOURS
+from ..report import STYLE
 from ..visualize.seen import METHODS
 from .batcher import QueueFull
 from .limits import Refused, busy
@@ -70,6 +71,8 @@ def routes(app: FastAPI, service: Service) -> None:
 
 def _file(name: str) -> Callable[[], Any]:
     data, kind = (_HERE / name).read_bytes(), _KINDS[Path(name).suffix]
+    if name == "style.css":
+        data = STYLE.encode() + data  # what all our pages share
 
     async def get() -> Response:
         return Response(data, media_type=f"{kind}; charset=utf-8", headers={"Cache-Control": "no-cache"})
