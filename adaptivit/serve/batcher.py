@@ -9,6 +9,7 @@ of different budgets share one. The image that has waited longest always goes; t
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -108,13 +109,13 @@ class Batcher:
             self._changed.notify()
         return [job.answer for job in jobs]
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
+    def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
         """Run a function where the model runs, between two batches."""
         answer: Future[Any] = Future()
         with self._changed:
             if self._closing or len(self._calls) >= self.queue:
                 raise QueueFull("The queue is full.")
-            self._calls.append((function, answer))
+            self._calls.append((functools.partial(function, *given), answer))
             self._changed.notify()
         return answer
 

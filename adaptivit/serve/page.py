@@ -9,9 +9,8 @@ import asyncio
 import base64
 import functools
 import io
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ from .service import Service
 _HERE = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/style.css": "style.css", "/script.js": "script.js", "/icon.svg": "icon.svg"}
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_TURNS = 3  # of a measurement
-_SECONDS = 0.4  # that a measurement may take
-_COPIES = 16  # of an image, timed together, where there is time
+_TURNS = 4  # of a measurement, of which the best counts
+_SECONDS = 0.4  # that a turn may take
+_COPIES = 32  # of an image, timed together, where there is time
 
 
 def routes(app: FastAPI, service: Service) -> None:
@@ -64,7 +63,7 @@ def routes(app: FastAPI, service: Service) -> None:
                 raise Refused(422, f"Expected one image, got {len(files)}.")
             (budget,) = service.budgets(fields.get("budget"), 1)
             image = await service.aside(service.tensor, files[0], "The image")
-            return JSONResponse(await _looked(service, clock, image, budget, "picture" in fields))
+            return JSONResponse(await _looked(service, clock, image, budget, fields))
 
         return await service.within(request, answer)
 
@@ -109,42 +108,40 @@ def about(service: Service) -> dict[str, Any]:
 
 
 async def _looked(
-    service: Service, clock: Clock, image: Tensor, budget: Budget | None, picture: bool
+    service: Service, clock: Clock, image: Tensor, budget: Budget | None, wanted: Collection[str]
 ) -> dict[str, Any]:
     (answer,) = await service.run([image], [budget], trace=True)
-    try:
-        times = await asyncio.wrap_future(service.batcher.call(lambda: clock.measure(image, budget)))
-    except QueueFull as error:
-        raise busy(str(error)) from None
     assert answer.attended is not None
     made = service.classified(answer, min(5, service.model.vit.num_classes))
     made["attended"] = ["".join("1" if on else "0" for on in row) for row in answer.attended.tolist()]
-    made |= times
-    if picture:
+    if "time" in wanted:
+        try:  # one turn at a time, so that others are answered in between
+            turns = [await asyncio.wrap_future(service.batcher.call(clock.turn, image, budget)) for _ in range(_TURNS)]
+        except QueueFull as error:
+            raise busy(str(error)) from None
+        static, own = (1e3 * min(column) / clock.copies for column in zip(*turns, strict=True))
+        made |= {"ms": own, "static_ms": static, "copies": clock.copies}
+    if "picture" in wanted:
         made["picture"] = await service.aside(seen, service.model, image)
     return made
 
 
 class Clock:
-    """Milliseconds of an image against the static model's, in turns, on a few copies of it at once. Only the model's
-    thread may call it."""
+    """Times an image against the static model, on some copies of it at once. Only the model's thread may call it."""
 
     def __init__(self, model: AdaptiveViT) -> None:
         self.model, self.copies = model, 0
         self.static = create(model.vit, "static")
 
-    def measure(self, image: Tensor, budget: Budget | None) -> dict[str, Any]:
+    def turn(self, image: Tensor, budget: Budget | None) -> tuple[float, float]:
+        """Seconds of the copies, static and at this budget."""
         weight = next(self.model.parameters())
         one = image[None].to(weight.device, weight.dtype)
         if not self.copies:
-            self._timed(lambda: self.static(one))
-            seconds = self._timed(lambda: self.static(one))
-            self.copies = int(min(_COPIES, max(1.0, _SECONDS / (2 * (_TURNS + 1) * seconds))))
+            seconds = min(self._timed(lambda: self.static(one)) for _ in range(4))
+            self.copies = int(min(_COPIES, max(1.0, _SECONDS / (2 * seconds))))
         batch, text = one.expand(self.copies, -1, -1, -1).contiguous(), None if budget is None else budget.text
-        runs: tuple[Callable[[], Any], ...] = (lambda: self.static(batch), lambda: self.model(batch, budget=text))
-        times = [[self._timed(run) for run in runs] for _ in range(_TURNS + 1)][1:]  # the first turn warms up
-        static, own = (1e3 * statistics.median(column) / self.copies for column in zip(*times, strict=True))
-        return {"ms": own, "static_ms": static, "copies": self.copies}
+        return self._timed(lambda: self.static(batch)), self._timed(lambda: self.model(batch, budget=text))
 
     def _timed(self, run: Callable[[], Any]) -> float:
         begun = time.perf_counter()

@@ -9,7 +9,8 @@ const FADE = 260; // milliseconds
 
 let info = null; // of the model
 let token = ""; // where the service asks for one
-let picture = null; // {file, image}: what is sent, and what the model sees of it
+let chosen = null; // the file that is sent
+let picture = null; // {file, image}: the file of the latest answer, and what the model sees of it
 let look = null; // the latest answer
 let block = 0; // shown, from 0
 let fade = 1; // how far the way from the block before is
@@ -60,21 +61,25 @@ $("token").addEventListener("submit", (event) => {
 let asking = false;
 let wish = null;
 
-async function wanted(file, fresh) {
-  wish = { file, fresh: fresh || (wish !== null && wish.fresh) };
+async function wanted(fresh, time) {
+  // a new picture is asked for with what the model sees of it; time is measured when the budget has come to rest
+  wish = { file: chosen, fresh: fresh || (wish !== null && wish.fresh), time };
   if (asking) return;
   asking = true;
   while (wish) {
     const now = wish;
     wish = null;
-    root.classList.add("busy");
-    try { await see(now); } catch (error) { complain(error); }
+    try {
+      await see(now);
+    } catch (error) {
+      if (now.file === chosen) chosen = picture && picture.file; // back to the one that is shown
+      complain(error);
+    }
   }
-  root.classList.remove("busy");
   asking = false;
 }
 
-async function see({ file, fresh }) {
+async function see({ file, fresh, time }) {
   if (file.size > info.megabytes * 1e6) {
     const size = (file.size / 1e6).toFixed(0);
     throw new Problem(`The file has ${size} MB; at most ${info.megabytes} MB are taken.`);
@@ -83,6 +88,7 @@ async function see({ file, fresh }) {
   form.append("images", file, "picture");
   if (info.dial) form.append("budget", `-${$("budget").value}%`);
   if (fresh) form.append("picture", "1");
+  if (time) form.append("time", "1");
   const found = await (await ask("/demo/look", { method: "POST", body: form })).json();
   if (fresh) {
     const image = new Image();
@@ -95,7 +101,7 @@ async function see({ file, fresh }) {
 }
 
 // -- what is shown
-const percent = (share, digits = 0) => (100 * share).toFixed(digits) + " %";
+const percent = (share, digits = 0) => (100 * share).toFixed(digits) + "\u00a0%";
 const macs = (g) => (g >= 0.1 ? [g.toFixed(2), "GMACs"] : [(1e3 * g).toFixed(1), "MMACs"]);
 
 function show(found, fresh) {
@@ -110,18 +116,24 @@ function show(found, fresh) {
   const [work, unit] = macs(found.gmacs);
   $("macs").textContent = `${work} ${unit}`;
   $("macs-of").textContent = `of ${macs(found.static_gmacs)[0]} · ${signed(-found.saved)}`;
-  $("macs-bar").style.width = percent(Math.min(1, 1 - found.saved), 1).replace(" ", "");
-  const digits = found.static_ms < 10 ? 2 : 1;
-  $("ms").textContent = found.ms.toFixed(digits) + " ms";
-  $("ms-of").textContent = `of ${found.static_ms.toFixed(digits)} · ${(found.static_ms / found.ms).toFixed(2)}× the speed`;
-  $("ms-bar").style.width = percent(Math.min(1, found.ms / found.static_ms), 1).replace(" ", "");
-  const together = found.copies > 1 ? `${found.copies} copies of the picture at once` : "the picture alone";
-  $("how").textContent = `Work in multiply-accumulates. Time an image, just measured here in turns with the static model, ${together}.`;
+  $("macs-bar").style.width = 100 * Math.min(1, 1 - found.saved) + "%";
+  times(found);
   $("said").textContent = `${best.name}, ${percent(best.probability)} sure, with ${percent(1 - found.saved)} of static's work.`;
   bars();
   legend();
   for (const id of ["play", "back", "next", "block"]) $(id).disabled = false;
   if (fresh) { stop(); block = 0; if (calm.matches) turn(info.layers - 1); else play(); } else turn(block);
+}
+
+function times(found) {
+  $("time").classList.toggle("old", !found.ms);
+  if (!found.ms) return;
+  const digits = found.static_ms < 10 ? 2 : 1;
+  $("ms").textContent = found.ms.toFixed(digits) + "\u00a0ms";
+  $("ms-of").textContent = `of ${found.static_ms.toFixed(digits)} · ${(found.static_ms / found.ms).toFixed(2)}× the speed`;
+  $("ms-bar").style.width = 100 * Math.min(1, found.ms / found.static_ms) + "%";
+  const together = found.copies > 1 ? `in a batch of ${found.copies}` : "one at a time";
+  $("how").textContent = `Work in multiply-accumulates. Time an image ${together}, measured here just now, in turns with the static model.`;
 }
 
 const signed = (share) => (share <= 0 ? "−" : "+") + percent(Math.abs(share));
@@ -154,7 +166,7 @@ function bars() {
 
 function legend() {
   $("key").hidden = false;
-  $("means").textContent = look.skips ? "Pale patches sit out this block." : "Patches that left, by the blocks that computed them";
+  $("means").textContent = look.skips ? "Pale patches sit out this block." : "Patches that left or merged, by the blocks that computed them";
   $("colours").hidden = look.skips;
   $("colours").replaceChildren(...info.colours.map((colour, depth) => {
     const item = document.createElement("li");
@@ -243,7 +255,8 @@ new ResizeObserver(() => { if (look) { fade = 1; draw(block); } }).observe($("ca
 // -- pictures: an example, a file, a drop, a paste
 function choose(file, button = null) {
   document.querySelectorAll(".examples button").forEach((b) => b.setAttribute("aria-pressed", b === button));
-  wanted(file, true);
+  chosen = file;
+  wanted(true, true);
 }
 
 $("file").addEventListener("change", () => {
@@ -267,14 +280,16 @@ document.addEventListener("paste", (event) => {
 function budget() {
   const saved = Number($("budget").value);
   const words = saved ? `${saved} % less work than static` : "static's work";
-  $("wanted").textContent = saved ? `−${saved} %` : "±0 %";
+  $("wanted").textContent = saved ? `−${saved}\u00a0%` : "±0\u00a0%";
   $("budget").setAttribute("aria-valuetext", words);
 }
 
-$("budget").addEventListener("input", () => {
-  budget();
-  if (picture) wanted(picture.file, false);
-});
+for (const kind of ["input", "change"]) {
+  $("budget").addEventListener(kind, () => {
+    budget();
+    if (chosen) wanted(false, kind === "change");
+  });
+}
 
 // -- the beginning
 async function example(name, number) {
@@ -296,8 +311,8 @@ async function start() {
   try {
     info = await (await ask("/demo/info")).json();
     const patches = info.grid[0] * info.grid[1];
-    $("about").textContent = `${info.method}, ${info.layers} blocks, ${patches} patches a picture. Every patch leaves when the ` +
-      "model has seen enough of it. Choose a picture, move the budget, and see which go when.";
+    $("about").textContent = `${info.method}, ${info.layers} blocks, ${patches} patches a picture. Move the budget, and see which ` +
+      "patches leave when, and what the model says without them.";
     if (info.policy === "static") $("about").textContent = "This model is static: every patch goes through every block.";
     $("block").max = info.layers;
     $("canvas").style.aspectRatio = `${info.size[1]} / ${info.size[0]}`;
