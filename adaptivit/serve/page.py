@@ -9,6 +9,7 @@ import asyncio
 import base64
 import functools
 import io
+import math
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -139,7 +140,7 @@ class Clock:
         one = image[None].to(weight.device, weight.dtype)
         if not self.copies:
             seconds = min(self._timed(lambda: self.static(one)) for _ in range(4))
-            self.copies = int(min(_COPIES, max(1.0, _SECONDS / (2 * seconds))))
+            self.copies = 2 ** int(math.log2(min(_COPIES, max(1.0, _SECONDS / (2 * seconds)))))
         batch, text = one.expand(self.copies, -1, -1, -1).contiguous(), None if budget is None else budget.text
         return self._timed(lambda: self.static(batch)), self._timed(lambda: self.model(batch, budget=text))
 

@@ -317,11 +317,14 @@ async function start() {
     $("block").max = info.layers;
     $("canvas").style.aspectRatio = `${info.size[1]} / ${info.size[0]}`;
     $("budget").disabled = !info.dial;
-    $("hint").hidden = Boolean(info.dial);
+    $("hint").hidden = false;
     if (info.dial) {
       $("budget").max = info.dial.most;
       $("budget").value = info.dial.start;
       $("cheapest").textContent = `−${info.dial.most} %`;
+      $("hint").textContent = info.dial.continuous
+        ? "A mean over pictures: easy ones take less, hard ones more."
+        : "Met by the nearest step below it, the same for every picture.";
       budget();
     } else {
       $("hint").textContent = "This checkpoint is not calibrated, so its budget is fixed. To have a dial: adaptivit calibrate CHECKPOINT --data IMAGES.";
