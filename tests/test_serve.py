@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,18 @@ def test_the_queue_is_all_or_nothing_and_closing_finishes_it(model: Any) -> None
     assert first[0].done()
     assert more[0].done()
     assert sum(map(len, batcher.batches)) == 2  # nobody waits for the third
+
+
+def test_a_budget_that_does_not_hold_here_is_said_at_the_start() -> None:
+    model = tiny("aht", beta=-1.0)
+    model.calibrate(pictures(16), "9000 ms")
+    model.calibration = replace(model.calibration, latency=replace(model.calibration.latency, device="another"))
+    with pytest.raises(adaptivit.UserError, match="measured on another"):
+        Batcher(model)
+
+
+def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(block, {})
+    assert "tensor(" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import base64
 import json
 import socket
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -386,3 +387,10 @@ def test_the_command_runs_until_told_to_stop(
     assert "others on the network" not in out.err
     cli.main(["serve", str(tmp_path / "model"), "--host", "0.0.0.0", "--port", "0"])
     assert "others on the network can reach this service; set ADAPTIVIT_TOKEN" in capsys.readouterr().err
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [n for n in sys.modules if n == "adaptivit.serve" or n.startswith("adaptivit.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert "pip install 'adaptivit[serve]'" in failed(capsys, "nowhere")

@@ -91,6 +91,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._closing = False
         self._run: Any = model
+        self._share(None)  # a budget of the model's own that cannot be met here is said now
         self._thread = threading.Thread(target=self._loop, name="adaptivit-model", daemon=True)
         self._thread.start()
 
