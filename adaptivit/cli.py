@@ -19,6 +19,7 @@ from .errors import UserError, unknown
 from .export_config import ExportConfig
 from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig
+from .serve_config import DemoConfig, ServeConfig
 from .settings import SETTINGS, describe
 from .sweep_config import SweepConfig, from_recipe
 from .visualize_config import VisualizeConfig
@@ -35,12 +36,14 @@ _COMMANDS: dict[str, tuple[type, str]] = {
     "predict": (PredictConfig, "classes, probabilities and cost of images"),
     "visualize": (VisualizeConfig, "see which tokens stop, skip or merge: pictures and an HTML report"),
     "export": (ExportConfig, "ONNX or .pt2, compared with the model before it is written"),
+    "serve": (ServeConfig, "answer HTTP requests with a checkpoint, batch by batch of tokens"),
+    "demo": (DemoConfig, "a page that shows which tokens leave where, with a small model of its own"),
     "benchmark": (BenchmarkConfig, "throughput and latency beside static baselines, in one run"),
 }
 
 # Flags with several values.
 _LISTS = (
-    *("--methods", "--seeds", "--space", "--only", "--set", "--images"),
+    *("--methods", "--seeds", "--space", "--only", "--set", "--images", "--hosts"),
     *("--backbones", "--policies", "--profile", "--layouts", "--batch-sizes", "--dtypes", "--static-modes"),
 )
 
@@ -131,7 +134,7 @@ def _help(command: str, rest: list[str]) -> None:
     """tyro's help, then the policies' settings and the recipes."""
     with contextlib.suppress(SystemExit):
         _parse(command, rest)
-    if command in ("train", "compare", "sweep", "evaluate", "predict", "visualize", "benchmark"):
+    if command in ("train", "compare", "sweep", "evaluate", "predict", "visualize", "serve", "benchmark"):
         print(_policies())
     if command in ("train", "compare", "sweep"):
         print(_recipes("policy:NAME" if command == "compare" else "--recipe NAME; other flags override"))

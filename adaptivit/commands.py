@@ -30,6 +30,7 @@ from .export_config import ExportConfig
 from .factory import create, load
 from .files import write_text
 from .model import AdaptiveViT
+from .serve_config import DemoConfig, ServeConfig
 from .visualize_config import VisualizeConfig
 
 
@@ -242,7 +243,7 @@ def predict(config: PredictConfig) -> None:
     if config.out and config.format == "table":
         raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
     paths = prediction.find_images(config.images)
-    names = _names(config.class_names) if config.class_names else None
+    names = names_of(config.class_names) if config.class_names else None
     model = build(config.model)
     device = device_of(config.device)
     found = prediction.predict(
@@ -277,7 +278,7 @@ def export(config: ExportConfig) -> None:
     )
 
 
-def _names(path: str) -> list[str]:
+def names_of(path: str) -> list[str]:
     try:
         return [line for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -298,7 +299,7 @@ def visualize(config: VisualizeConfig) -> None:
     start = time.perf_counter()
     model = build(ModelConfig(config.checkpoint, config.backbone, config.policy, config.weights, config.img_size))
     device = device_of(config.device)
-    names = _names(config.class_names) if config.class_names else None
+    names = names_of(config.class_names) if config.class_names else None
     static = _static_model(config.static, model) if config.static else None
     images: Any = list(config.images)
     if config.data is not None:
@@ -333,6 +334,27 @@ def visualize(config: VisualizeConfig) -> None:
         if tasks:
             bars.stop()
     print(f"wrote {page} and its pictures in {time.perf_counter() - start:.1f} s")
+
+
+def serve(config: ServeConfig) -> None:
+    """adaptivit serve"""
+    _serving().serve(config)
+
+
+def demo(config: DemoConfig) -> None:
+    """adaptivit demo"""
+    _serving().demo(config)
+
+
+def _serving() -> Any:
+    try:
+        from .serve import command
+    except ModuleNotFoundError as error:
+        needed = ("fastapi", "uvicorn", "starlette", "pydantic", "python_multipart")
+        if (error.name or "").partition(".")[0] not in needed:
+            raise
+        raise UserError("Serving needs FastAPI and uvicorn: pip install 'adaptivit[serve]'.") from None
+    return command
 
 
 def _static_model(path: str, model: AdaptiveViT) -> AdaptiveViT:

@@ -77,7 +77,7 @@ def html_page(
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _PAGE.format(
         title=html_text(title),
-        style=_STYLE + style,
+        style=STYLE + style,
         mark=_MARK,
         lead=f'<p class="lead">{html_prose(lead)}</p>' if lead else "",
         main=main,
@@ -228,13 +228,13 @@ _LIGHT = (
 )
 _DARK = "--page: #131517; --card: #1b1e21; --line: #2c3135; --ink: #eceeef; --soft: #a0a9b0; --accent: #5fd4c4"
 _DARK += "; --shade: .92"
-_STYLE = f"""
+STYLE = f"""
 :root {{ color-scheme: light dark; {_LIGHT} }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}
 :root[data-theme=light] {{ color-scheme: light; {_LIGHT} }}
 :root[data-theme=dark] {{ color-scheme: dark; {_DARK} }}
 """
-_STYLE += """
+STYLE += """
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body {

@@ -24,6 +24,7 @@ from adaptivit.errors import UserError
 from adaptivit.export_config import ExportConfig
 from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig
+from adaptivit.serve_config import DemoConfig, Limits, ServeConfig
 from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
 from adaptivit.visualize_config import VisualizeConfig
@@ -31,10 +32,12 @@ from adaptivit.visualize_config import VisualizeConfig
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
 CONFIGS |= {"recipes": RecipesConfig, "reproduce": ReproduceConfig, "calibrate": CalibrateConfig}
-CONFIGS |= {"export": ExportConfig}
+CONFIGS |= {"export": ExportConfig, "serve": ServeConfig, "demo": DemoConfig}
+GROUPS = {"evaluate": [ModelConfig], "predict": [ModelConfig], "serve": [Limits]}  # of flags
 POSITIONAL = (
     *(("predict", "images"), ("recipes", "name"), ("reproduce", "table")),
     *(("visualize", "checkpoint"), ("calibrate", "checkpoint"), ("export", "checkpoint")),
+    *(("serve", "checkpoint"), ("demo", "checkpoint")),
 )
 
 
@@ -69,9 +72,9 @@ def test_the_overview_names_every_command(capsys: Any) -> None:
 def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, command: str) -> None:
     assert run(command, "--help") == 0
     said = plain(capsys.readouterr().out)
-    for cls in [CONFIGS[command], *([ModelConfig] if command in ("evaluate", "predict") else [])]:
+    for cls in [CONFIGS[command], *GROUPS.get(command, [])]:
         for name, default, meaning in describe(cls):
-            if name in ("model", "train"):  # groups of flags, listed as their own
+            if name in ("model", "train", "limits"):  # groups of flags, listed as their own
                 continue
             assert meaning, f"{cls.__name__}.{name} has no meaning"
             assert plain(meaning) in said, f"the meaning of {cls.__name__}.{name} is not shown"
@@ -80,7 +83,7 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
             if default is not dataclasses.MISSING and not isinstance(default, bool):
                 shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 assert f"(default: {shown})" in said
-    if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export"):
+    if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export", "demo"):
         for policy, cls in SETTINGS.items():
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):

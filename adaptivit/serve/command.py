@@ -1,0 +1,137 @@
+"""adaptivit serve and adaptivit demo: the service on a socket, until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from PIL import Image
+
+from ..commands import build, device_of, names_of
+from ..config import ModelConfig
+from ..errors import UserError
+from ..factory import load
+from ..model import AdaptiveViT
+from ..serve_config import TOKEN, DemoConfig, Limits, ServeConfig
+from .app import make_app
+from .guard import LOOPBACK
+from .service import Service
+
+
+def demo_model() -> AdaptiveViT:
+    """The small model of handwritten digits that comes with the package (docs/demo.md)."""
+    return load(Path(__file__).parent / "model")
+
+
+def serve(config: ServeConfig) -> None:
+    """adaptivit serve"""
+    token = _token(config.token_file)
+    chosen = ModelConfig(
+        config.checkpoint,
+        config.backbone,
+        config.policy,
+        config.weights,
+        config.img_size,
+        config.budget,
+        config.max_macs,
+    )
+    service = Service(
+        build(chosen).to(device_of(config.device)),
+        limits=config.limits,
+        name=config.name,
+        class_names=names_of(config.class_names) if config.class_names else None,
+        batch_tokens=config.batch_tokens,
+        batch_images=config.batch_images,
+        wait=config.wait_ms / 1e3,
+    )
+    run(service, config.host, config.port, token=token, hosts=config.hosts, page=config.page)
+
+
+def demo(config: DemoConfig) -> None:
+    """adaptivit demo"""
+    model = demo_model() if config.checkpoint is None else load(config.checkpoint)
+    names = names_of(config.class_names) if config.class_names else None
+    service = Service(model.to(device_of(config.device)), class_names=names)
+    run(service, config.host, config.port, token=_token(None), opened=config.open)
+
+
+def run(
+    service: Service,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    token: str | None = None,
+    hosts: tuple[str, ...] = (),
+    page: bool = True,
+    opened: bool = False,
+) -> None:
+    """Answer requests until SIGINT or SIGTERM, then finish those that were accepted."""
+    try:
+        place = _listen(host, port)
+    except BaseException:
+        service.close()
+        raise
+    local = host in LOOPBACK
+    Image.MAX_IMAGE_PIXELS = service.limits.pixels  # PIL's own check, beside ours
+    app = make_app(service, token=token, hosts=(*LOOPBACK, *hosts) if local else (), with_page=page)
+    server = uvicorn.Server(_settings(app, service.limits))
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{place.getsockname()[1]}/"
+    print(f"{service.name}: {service.model.policy_name} on {service.batcher.device}, answers at {address}", flush=True)
+    if not local and token is None:
+        print(f"note: others on the network can reach this service; set {TOKEN} to ask for a token", file=sys.stderr)
+    if opened:
+        webbrowser.open(address)
+    stopped: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn hands them back to these when it has finished
+            signal.signal(number, lambda number, _: stopped.append(number))
+    server.run(sockets=[place])
+    print(f"stopped after {service.metrics.get('images_total'):.0f} images")
+
+
+def _settings(app: Any, limits: Limits) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=int(limits.timeout) + 5,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise UserError(f"Cannot listen on {host}, port {port}: {why}.") from None
+
+
+def _token(path: str | None) -> str | None:
+    """The bearer token of a file or of the environment: a command line is for all to see."""
+    if path is None:
+        text, where = os.environ.get(TOKEN), TOKEN
+    else:
+        try:
+            text, where = Path(path).read_text(), path
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"Cannot read the token in {path} ({error}).") from None
+    if text is None:
+        return None
+    token = text.strip()
+    if not token or not token.isascii() or any(c.isspace() for c in token):
+        raise UserError(f"{where}: expected a token of ASCII characters without spaces.")
+    return token

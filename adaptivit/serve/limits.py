@@ -1,0 +1,128 @@
+"""What comes in from outside, held to limits before anything is spent on it: bodies, JSON, base64, images.
+
+Whatever is wrong raises Refused, with a status and one line that names neither paths nor code.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from ..serve_config import Limits
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_DRAIN = 4_000_000  # bytes of a body that is too large, read and thrown away so that its sender hears the answer
+
+
+class Refused(Exception):
+    """A request that is not carried out."""
+
+    def __init__(self, status: int, line: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(line)
+        self.status, self.line, self.headers = status, line, headers or {}
+
+
+def busy(line: str) -> Refused:
+    return Refused(429, line, {"Retry-After": "1"})
+
+
+async def body(stream: AsyncIterator[bytes], declared: str | None, limits: Limits) -> bytes:
+    """All of a request's body, read piece by piece and no further than the limit, whatever length was declared."""
+    parts: list[bytes] = []
+    size = 0
+    too_large = declared is not None and declared.isdecimal() and int(declared[:18]) > limits.bytes
+    async for part in stream:
+        size += len(part)
+        if size > limits.bytes and not too_large:
+            too_large, size = True, len(part)
+        if too_large:
+            parts.clear()
+            if size > _DRAIN:
+                break
+        else:
+            parts.append(part)
+    if too_large:
+        line = f"The request is too large: at most {limits.max_upload:g} MB are taken."
+        raise Refused(413, line, {"Connection": "close"})
+    return b"".join(parts)
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """A JSON object. NaN and Infinity are no JSON."""
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON number")
+
+    try:
+        value = json.loads(data.decode(), parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        where = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Refused(400, f"The body is not JSON{where}.") from None
+    if not isinstance(value, dict):
+        raise Refused(422, f"Expected a JSON object, got {_kind(value)}.")
+    return value
+
+
+def decoded(text: object, what: str) -> bytes:
+    """The bytes of a base64 string, also of a data: URL."""
+    if not isinstance(text, str):
+        raise Refused(422, f"{what}: expected a base64 string, got {_kind(text)}.")
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise Refused(422, f"{what}: this is not base64.") from None
+
+
+def picture(data: bytes, what: str, limits: Limits) -> Image.Image:
+    """An RGB image, the right way up. Its size is read from its header before a pixel is decoded."""
+    if not data:
+        raise Refused(422, f"{what}: the file is empty.")
+    try:
+        file = Image.open(io.BytesIO(data), formats=FORMATS)
+        _check(file, what, limits)
+        made = ImageOps.exif_transpose(file).convert("RGB")
+        _check(made, what, limits)
+    except Refused:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise Refused(413, _too_many(what, limits)) from None
+    except Exception:  # decoders of damaged bytes raise anything: SyntaxError, struct.error, OSError ...
+        raise Refused(422, f"{what}: cannot be read as an image ({', '.join(FORMATS)}).") from None
+    return made
+
+
+def _check(image: Image.Image, what: str, limits: Limits) -> None:
+    if image.width * image.height > limits.pixels:
+        raise Refused(413, _too_many(what, limits))
+
+
+def _too_many(what: str, limits: Limits) -> str:
+    return f"{what}: the image has too many pixels; at most {limits.max_pixels:g} million are taken."
+
+
+def whole_number(value: object, what: str, least: int, most: int) -> int:
+    """A number from JSON or from a form field."""
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 10:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise Refused(422, f"{what}: expected a whole number in {least}..{most}, got {shown(value)}.")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value of the sender's, short enough for a line."""
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else _kind(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

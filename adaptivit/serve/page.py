@@ -1,0 +1,192 @@
+"""The page at /: its files, its examples, and what it asks for.
+
+Shapes: C x H x W an image, L blocks, P patches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import io
+import math
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from PIL import Image
+from torch import Tensor
+
+from ..budget import Budget
+from ..factory import create
+from ..model import AdaptiveViT
+from ..pictures import COLOURS
+from ..report import STYLE
+from ..visualize.seen import METHODS
+from .batcher import QueueFull
+from .limits import Refused, busy
+from .service import Service
+
+_HERE = Path(__file__).parent / "page"
+_FILES = {"/": "index.html", "/style.css": "style.css", "/script.js": "script.js", "/icon.svg": "icon.svg"}
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TURNS = 4  # of a measurement, of which the best counts
+_SECONDS = 0.4  # that a turn may take
+_COPIES = 32  # of an image, timed together, where there is time
+
+
+def routes(app: FastAPI, service: Service) -> None:
+    for path, name in _FILES.items():
+        app.get(path, include_in_schema=False)(_file(name))
+    clock = Clock(service.model)
+    examples(service)  # made before anybody waits for them
+
+    @app.get("/demo/info", include_in_schema=False)
+    async def info() -> dict[str, Any]:
+        return about(service)
+
+    @app.get("/demo/examples/{number}", include_in_schema=False)
+    async def example(number: int) -> Response:
+        found = await service.aside(examples, service)
+        if not 0 <= number < len(found):
+            raise Refused(404, "There is no such example.")
+        return Response(found[number][1], media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
+
+    @app.post("/demo/look", include_in_schema=False)
+    async def look(request: Request) -> Response:
+        async def answer() -> Response:
+            files, fields = await service.form(request)
+            if len(files) != 1:
+                raise Refused(422, f"Expected one image, got {len(files)}.")
+            (budget,) = service.budgets(fields.get("budget"), 1)
+            image = await service.aside(service.tensor, files[0], "The image")
+            return JSONResponse(await _looked(service, clock, image, budget, fields))
+
+        return await service.within(request, answer)
+
+
+def _file(name: str) -> Callable[[], Any]:
+    data, kind = (_HERE / name).read_bytes(), _KINDS[Path(name).suffix]
+    if name == "style.css":
+        data = STYLE.encode() + data  # what all our pages share
+
+    async def get() -> Response:
+        return Response(data, media_type=f"{kind}; charset=utf-8", headers={"Cache-Control": "no-cache"})
+
+    return get
+
+
+def about(service: Service) -> dict[str, Any]:
+    """What the page says of the model and of its budget."""
+    model, curve = service.model, service.model.calibration
+    dial = None
+    if curve is not None:
+        shares = [point.macs / curve.static for point in curve.points]
+        own = curve.settings.macs / curve.static
+        most = max(0, int(100 * (1 - shares[-1])))
+        dial = {"most": most, "start": min(most, max(0, round(100 * (1 - own)))), "continuous": curve.continuous}
+    patch = model.vit.patch_embed.patch_size
+    high, wide = (-(-side // p) for side, p in zip(model.preprocessing.size, patch, strict=True))
+    colours = [COLOURS(depth / model.shape.layers) for depth in range(model.shape.layers + 1)]
+    return {
+        "model": model.backbone_name or service.name,
+        "method": METHODS.get(model.policy_name, model.policy_name),
+        "policy": model.policy_name,
+        "layers": model.shape.layers,
+        "tokens": model.shape.tokens,
+        "grid": [high, wide],
+        "size": list(model.preprocessing.size),
+        "classes": model.vit.num_classes,
+        "dial": dial,
+        "examples": [name for name, _ in examples(service)],
+        "colours": [[round(255 * c) for c in colour[:3]] for colour in colours],
+        "megabytes": service.limits.max_upload,
+    }
+
+
+async def _looked(
+    service: Service, clock: Clock, image: Tensor, budget: Budget | None, wanted: Collection[str]
+) -> dict[str, Any]:
+    (answer,) = await service.run([image], [budget], trace=True)
+    assert answer.attended is not None
+    made = service.classified(answer, min(5, service.model.vit.num_classes))
+    made["attended"] = ["".join("1" if on else "0" for on in row) for row in answer.attended.tolist()]
+    if "time" in wanted:
+        try:  # one turn at a time, so that others are answered in between
+            turns = [await asyncio.wrap_future(service.batcher.call(clock.turn, image, budget)) for _ in range(_TURNS)]
+        except QueueFull as error:
+            raise busy(str(error)) from None
+        static, own = (1e3 * min(column) / clock.copies for column in zip(*turns, strict=True))
+        made |= {"ms": own, "static_ms": static, "copies": clock.copies}
+    if "picture" in wanted:
+        made["picture"] = await service.aside(seen, service.model, image)
+    return made
+
+
+class Clock:
+    """Times an image against the static model, on some copies of it at once. Only the model's thread may call it."""
+
+    def __init__(self, model: AdaptiveViT) -> None:
+        self.model, self.copies = model, 0
+        self.static = create(model.vit, "static")
+
+    def turn(self, image: Tensor, budget: Budget | None) -> tuple[float, float]:
+        """Seconds of the copies, static and at this budget."""
+        weight = next(self.model.parameters())
+        one = image[None].to(weight.device, weight.dtype)
+        if not self.copies:
+            seconds = min(self._timed(lambda: self.static(one)) for _ in range(4))
+            self.copies = 2 ** int(math.log2(min(_COPIES, max(1.0, _SECONDS / (2 * seconds)))))
+        batch, text = one.expand(self.copies, -1, -1, -1).contiguous(), None if budget is None else budget.text
+        return self._timed(lambda: self.static(batch)), self._timed(lambda: self.model(batch, budget=text))
+
+    def _timed(self, run: Callable[[], Any]) -> float:
+        begun = time.perf_counter()
+        run()
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+
+def seen(model: AdaptiveViT, image: Tensor) -> str:
+    """An image as the model sees it, as a data: URL."""
+    mean, std = (torch.tensor(v).reshape(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
+    pixels = ((image * std + mean).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).squeeze(-1)
+    return f"data:image/png;base64,{base64.b64encode(_png(Image.fromarray(pixels.numpy()))).decode()}"
+
+
+def _png(picture: Image.Image) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return out.getvalue()
+
+
+def examples(service: Service) -> tuple[tuple[str, bytes], ...]:
+    """(name, PNG) of pictures to begin with: test digits for a model of digits, else scikit-learn's photographs."""
+    digits = service.names == [str(i) for i in range(10)]
+    return _digits() if digits else _photographs()
+
+
+@functools.cache
+def _digits() -> tuple[tuple[str, bytes], ...]:
+    """The first of each digit among the pictures of `--data digits`, split test."""
+    from .. import digits
+
+    found = digits.Digits.load()
+    pictures = digits.draw(found.test_x, torch.Generator().manual_seed(1), distort=False)
+    pixels = (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    labels = found.test_y.tolist()
+    return tuple((f"a {digit}", _png(Image.fromarray(pixels[labels.index(digit)]))) for digit in range(10))
+
+
+@functools.cache
+def _photographs() -> tuple[tuple[str, bytes], ...]:
+    from sklearn.datasets import load_sample_images
+
+    found = load_sample_images()
+    names = [Path(name).stem for name in found.filenames]
+    return tuple((name, _png(Image.fromarray(p))) for name, p in zip(names, found.images, strict=True))
