@@ -79,6 +79,13 @@ def malformed(number: int, good: bytes) -> dict[str, Any]:
 async def one(client: httpx.AsyncClient, contender: Contender, number: int, files: list[bytes]) -> None:
     index = number % len(files)
     contender.sent += 1
+    try:
+        await _one(client, contender, number, files, index)
+    except httpx.HTTPError as error:  # lost
+        print(f"{contender.spec}: request {number} has no answer: {error!r}", flush=True)
+
+
+async def _one(client: httpx.AsyncClient, contender: Contender, number: int, files: list[bytes], index: int) -> None:
     if number % 10 == 9:
         answer = await client.post("/v1/classify", **malformed(number // 10, files[index]))
         contender.malformed[answer.status_code] += 1

@@ -68,7 +68,10 @@ def test_upload_size(client: httpx.Client) -> None:
         for _ in range(60):
             yield b"x" * 10_000
 
-    kind = {"content-type": "application/json"}  # without Content-Length
+    kind = {"content-type": "application/json"}
+    many = client.post("/v1/classify", content=b"x" * 1_500_000, headers=kind)  # far more than a socket holds
+    assert error(many, 413) == line  # is heard all the same
+    # and without Content-Length
     assert error(client.post("/v1/classify", content=endless(), headers=kind), 413) == line
     assert client.post("/v1/classify", files=files(photo())).status_code == 200
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from ..serve_config import Limits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_DRAIN = 4_000_000  # bytes of a body that is too large, read and thrown away so that its sender hears the answer
+_DRAIN = 4  # limits' worth of a body that is too large are read and thrown away, so that its sender hears the answer
 
 
 class Refused(Exception):
@@ -43,7 +43,7 @@ async def body(stream: AsyncIterator[bytes], declared: str | None, limits: Limit
             too_large, size = True, len(part)
         if too_large:
             parts.clear()
-            if size > _DRAIN:
+            if size > _DRAIN * limits.bytes + 1_000_000:
                 break
         else:
             parts.append(part)
