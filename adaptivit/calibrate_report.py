@@ -37,7 +37,7 @@ def run(config: CalibrateConfig) -> None:
     """The command."""
     if config.budget is not None:
         budgets.parse(config.budget)  # a mistake is said before anything runs
-    model, device = load(config.checkpoint), device_of(config.device)
+    model, device = load(config.checkpoint).float(), device_of(config.device)
     images = _images(config.data)
     if config.check is None:
         seen, unseen = _halves(images, config.limit)

@@ -91,7 +91,7 @@ def _built(config: ModelConfig) -> AdaptiveViT:
     if config.checkpoint is not None:
         if config.weights is not None or config.img_size is not None or config.policy != "static":
             raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
-        return load(config.checkpoint)
+        return load(config.checkpoint).float()
     policy, values = settings.parse(config.policy)
     assert config.backbone is not None
     return create(config.backbone, policy, weights=config.weights, img_size=config.img_size, **values)
@@ -106,7 +106,7 @@ def device_of(name: str) -> torch.device:
 def evaluate(config: EvaluateConfig) -> None:
     """adaptivit evaluate"""
     model = build(config.model)
-    other = load(config.compare_to) if config.compare_to else None
+    other = load(config.compare_to).float() if config.compare_to else None
     labelled = data.for_evaluation(config.data, config.split)
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
@@ -268,7 +268,7 @@ def export(config: ExportConfig) -> None:
     from .card import pictures_for
     from .exporting import export as write
 
-    model = load(config.checkpoint)
+    model = load(config.checkpoint).float()
     images = pictures_for(model, prediction.find_images(config.images)[:64]) if config.images else None
     done = write(model, config.out, format=config.format, kind=config.kind, images=images, tolerance=config.tolerance)
     print(
@@ -359,7 +359,7 @@ def _serving() -> Any:
 
 def _static_model(path: str, model: AdaptiveViT) -> AdaptiveViT:
     if not Path(path).is_file():
-        return load(path)
+        return load(path).float()
     if model.backbone_name is None:
         raise UserError(
             f"static: {path} is a weights file, and the backbone has no timm name; give a checkpoint directory."

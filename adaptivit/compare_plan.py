@@ -69,7 +69,7 @@ def report_images(config: CompareConfig, seed: int) -> Labelled:
 def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
     """The model of a row: as training saved it, or the weights adapted without training."""
     if config.epochs:
-        return load(entry.run / "model")
+        return load(entry.run / "model").float()
     training = entry.training
     policy, values = settings.parse(training.policy)
     found = data.splits(config.data)

@@ -138,7 +138,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "evit on cpu" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["demo", str(tmp_path / "nowhere")])
-    assert "has no config.json" in capsys.readouterr().err
+    assert "no config.json" in capsys.readouterr().err
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------

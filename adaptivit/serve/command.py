@@ -27,7 +27,7 @@ from .service import Service
 
 def demo_model() -> AdaptiveViT:
     """The small model of handwritten digits that comes with the package (docs/demo.md)."""
-    return load(Path(__file__).parent / "model")
+    return load(Path(__file__).parent / "model").float()  # stored in half precision
 
 
 def serve(config: ServeConfig) -> None:
@@ -56,7 +56,7 @@ def serve(config: ServeConfig) -> None:
 
 def demo(config: DemoConfig) -> None:
     """adaptivit demo"""
-    model = demo_model() if config.checkpoint is None else load(config.checkpoint)
+    model = demo_model() if config.checkpoint is None else load(config.checkpoint).float()
     names = names_of(config.class_names) if config.class_names else None
     service = Service(model.to(device_of(config.device)), class_names=names)
     run(service, config.host, config.port, token=_token(None), opened=config.open)
