@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import __version__, backbone, settings
+from . import __version__, backbone, dial, settings
 from .errors import UserError, first_line, unknown
 from .export_config import KINDS
 from .files import write_bytes
@@ -48,15 +48,22 @@ class Exported:
 
 
 class Program(nn.Module):
-    """What is exported: images in, logits and depths out."""
+    """What is exported: images in, logits and depths out, at the model's budget and within its max_macs."""
 
     def __init__(self, model: AdaptiveViT, kind: str) -> None:
         super().__init__()
         self.model, self.layout = model, LAYOUTS[kind]
+        one = torch.zeros(1, model.vit.in_chans, *model.vit.patch_embed.img_size)
+        (turn,) = dial.turns(model, one)
+        self.policy = turn.policy
+        self.shift, self.limit = (None if t is None else float(t) for t in (turn.shift, turn.limit))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.model
-        output = forward(model.vit, model.shape, model.policy, self.layout, images, (), backbone)
+        model, count = self.model, images.shape[0]
+        shift = None if self.shift is None else torch.full((count,), self.shift)
+        limit = None if self.limit is None else torch.full((count,), self.limit, dtype=torch.float64)
+        rest: Any = (self.layout, images, (), backbone, shift, limit)
+        output = forward(model.vit, model.shape, self.policy, *rest)
         return output.logits, output.trace.depth
 
 

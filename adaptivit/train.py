@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -73,9 +74,12 @@ def objective(config: TrainConfig) -> Objective:
 
 def fit(config: TrainConfig, show: bool = True) -> Result:
     """Train as configured; returns the validation result of the model that was saved in OUT/model."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # how often torchrun --max-restarts began again
+    if restarts:
+        _meet_again(config, restarts)
     accelerator = _accelerator(config)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (Path(config.out) / "config.json").exists():
-        config = replace(config, resume=True)  # torchrun --max-restarts started the processes again
+    if restarts and (Path(config.out) / "config.json").exists():
+        config = replace(config, resume=True)
     with _peers(accelerator):
         return _fit(config, accelerator, show)
 
@@ -308,6 +312,28 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     if PartialState._shared_state and PartialState().num_processes == 1:
         AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu")
+
+
+def _meet_again(config: TrainConfig, restarts: int) -> None:
+    """Processes that torchrun has started again find each other under names of their own.
+
+    Without a rendezvous backend its store outlives them, and holds the addresses of those that have died: a process
+    that looks before its peer has written would wait for a dead one.
+    """
+    dist: Any = torch.distributed  # its stores are not among its typed names
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not kept or dist.is_initialized() or int(os.environ["WORLD_SIZE"]) == 1:
+        return
+    gpu = torch.cuda.is_available() and config.device != "cpu"
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        store=dist.PrefixStore(f"restart{restarts}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
 
 
 def _precision(config: TrainConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -250,3 +251,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     monkeypatch.setattr(sweep, "_check", lambda *_: None)
     monkeypatch.setattr(sweep_report, "draw", lambda *_: None)
     return ran
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright (a development dependency)")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium (apt-get install chromium)")
+    with api.sync_playwright() as play:
+        started = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()

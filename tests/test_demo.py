@@ -142,18 +142,6 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright (a development dependency)")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium (apt-get install chromium)")
-    with api.sync_playwright() as play:
-        started = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
 class Opened:
     """The page in a window, with all that it said and asked for."""
 

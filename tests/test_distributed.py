@@ -81,10 +81,12 @@ def torchrun(
         return run.returncode, out.read(), wrong.read()
 
 
-def start_pair(where: Path, out: Path, *more: Any) -> tuple[list[int], list[str]]:
+def start_pair(
+    where: Path, out: Path, *more: Any, port: int = 0, late: float = 0.0, environ: dict[str, str] | None = None
+) -> tuple[list[int], list[str]]:
     """Two forks of this process as torchrun would start them: the imports are already there. Their codes, and what
-    they said."""
-    port = free_port()
+    they said. The second may be late."""
+    port = port or free_port()
     pids = []
     for rank in range(2):
         pid = os.fork()
@@ -99,6 +101,9 @@ def start_pair(where: Path, out: Path, *more: Any) -> tuple[list[int], list[str]
                 PartialState._reset_state()
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+                os.environ |= environ or {}
+                signal.alarm(150)  # a process that waits for ever ends
+                time.sleep(rank * late)
                 code = train(where, out, *more)
                 sys.stdout.flush()
             except BaseException:
@@ -350,6 +355,18 @@ def test_torchrun_starts_a_killed_run_again_where_it_was(tmp_path: Path, where: 
     assert_same_curve(whole, out)
     assert_close_weights(whole, out, 1e-6)
     assert len(json.loads((out / "environment.json").read_text())) == 2
+
+
+def test_processes_that_start_again_do_not_take_the_dead_for_each_other(tmp_path: Path, where: Path) -> None:
+    """torchrun's own store lives on after a restart, with the addresses of the first attempt; the second process of
+    the next attempt comes late, so the first one would read its old address."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    more = (*PLAIN, "--policy", "static", "--epochs", 1)
+    for attempt, late in (("0", 0.0), ("1", 2.0)):
+        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
+        out = tmp_path / attempt
+        codes, said = start_pair(where, out, *more, port=store.port, late=late, environ=environ)
+        assert codes == [0, 0], "".join(said)[-3000:]
 
 
 def test_two_nodes(tmp_path: Path, where: Path, whole: Path) -> None:

@@ -134,7 +134,14 @@ def test_onnx_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, on reading
-@pytest.mark.parametrize(("policy", "given", "kind"), [("avit", {"gate_center": 1.0}, "ragged"), ("mod", {}, "topk")])
+@pytest.mark.parametrize(
+    ("policy", "given", "kind"),
+    [
+        ("avit", {"gate_center": 1.0}, "ragged"),
+        ("mod", {}, "topk"),
+        ("aht", {"beta": -1.0, "gamma": 2.0, "feature": "worth", "leave": "fold", "decide": "between"}, "ragged"),
+    ],
+)
 def test_pt2_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_path: Path) -> None:
     model, path = tiny(policy, more=SMALL, **given), tmp_path / "model.pt2"
     done = adaptivit.export(model.to(torch.float64), path, format="pt2", images=pictures(3))
@@ -147,6 +154,22 @@ def test_pt2_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_pa
             expected, (logits, depth) = model(images), again(images)
         assert_close(logits, expected.logits, 1e-4)
         assert torch.equal(depth, expected.trace.depth)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, on reading
+@pytest.mark.parametrize("policy", ["aht", "evit"])
+def test_a_file_is_at_the_budget_of_the_model(policy: str, tmp_path: Path) -> None:
+    model, images = tiny(policy, more={"depth": 4}), pictures(6)
+    dear = model(images).macs.mean()
+    model.calibrate(images, "-30%")
+    model.max_macs = "-10%" if policy == "aht" else None
+    adaptivit.export(model, tmp_path / "model.pt2", format="pt2", images=images)
+    again = torch.export.load(io.BytesIO((tmp_path / "model.pt2").read_bytes())).module()
+    with torch.no_grad():
+        expected, (logits, depth) = model(images), again(images)
+    assert expected.macs.mean() < 0.9 * dear
+    assert_close(logits, expected.logits, 1e-4)
+    assert torch.equal(depth, expected.trace.depth)
 
 
 # -- what is not written --------------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_a_fault_of_ours_says_nothing_of_itself(model: Any, caplog: pytest.LogCa
     service = Service(model, wait=0.0)
 
     def broken(batch: list[Job]) -> Any:
-        raise RuntimeError("secret /work/place")
+        raise RuntimeError("secret /home/place")
 
     service.batcher._pass = broken  # type: ignore[method-assign]
     with running(service) as found, httpx.Client(base_url=found.address) as client:

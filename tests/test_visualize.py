@@ -8,7 +8,6 @@ import hashlib
 import io
 import itertools
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -561,18 +560,6 @@ def test_the_example_of_the_documentation_runs(capsys: Any) -> None:
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright (a development dependency)")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium (apt-get install chromium)")
-    with api.sync_playwright() as play:
-        started = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
 @pytest.mark.parametrize("policy", ["aht", "fold", "amod"])
 def test_the_report_in_chromium(policy: str, browser: Any, tmp_path: Path) -> None:
     page_file = visualize.report(made(policy), labelled(20), tmp_path, static=tiny("static"), shown=2)
