@@ -76,7 +76,10 @@ class AHTSettings:
     straight_through: bool = False
     """Pass the task's gradient to the scores through the key weights (forward stays 0/1)."""
     tau: float = 0.25
-    """Width of the soft step whose slope that gradient takes."""
+    """Width of the soft step whose slope that gradient takes: in the cumulative score, or with slope=logit in f."""
+    slope: Literal["score", "logit"] = "score"
+    """Whether the soft step is one of the cumulative score, or of gamma f + beta: for gates so sharp that a score is
+    0 or 1."""
     plan_weight: float = 0.0
     """How much the plan acts on the score, kappa (l - N_plan); 0 is the paper: planners enter only the loss."""
     plan_range: Literal["1..L", "s..L", "s..L+1"] = "1..L"

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import pictures, tiny
+from conftest import assert_close, pictures, tiny
 
 import adaptivit
 from adaptivit.draws import Share, drawing
 from adaptivit.errors import UserError
 from adaptivit.objectives import Batch, Budget
+from adaptivit.policies.halting import Halting
 
 WORTH: dict[str, Any] = {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 3.0, "beta": 0.0}
 
@@ -109,6 +110,59 @@ def forward(model: Any, images: torch.Tensor, shift: float) -> Any:
         out = model(images)
         model.policy.beta.fill_(beta)
     return out
+
+
+@pytest.mark.parametrize("slope", ["score", "logit"])
+def test_a_sharp_gate_learns_by_the_slope_of_its_logit(slope: str) -> None:
+    """At gamma = 60 scores are 0 or 1: the gradient through c is lost, the one through the logit is not; what is
+    computed is the same."""
+    images, more = pictures(8), {"depth": 5}
+    given = WORTH | {"gamma": 60.0, "straight_through": True, "slope": slope}
+    model = tiny("aht", more=more, start="budget", spare=1, gate="layer", **given)
+    model.policy.calibrate(model, images, 0.7)
+    plain = tiny("aht", more=more, start="budget", spare=1, gate="layer", **given | {"straight_through": False})
+    plain.load_state_dict(model.state_dict())
+    out = model(images, layout="masked")
+    other = plain(images, layout="masked")
+    assert torch.equal(out.trace.depth, other.trace.depth)
+    assert_close(out.logits, other.logits, 1e-5)
+    Budget(0.5).loss(Budget(0.5).sums(out, Batch(torch.zeros(8, dtype=torch.long)))).sum().backward()
+    slope_of_beta = model.policy.beta.grad[1:4]
+    if slope == "logit":
+        assert (slope_of_beta < 0).all(), "more leave as beta grows, and fewer cost less"
+    else:
+        assert slope_of_beta.abs().max() < 1e-3 * 60
+
+
+def test_the_slope_is_that_of_the_largest_margin() -> None:
+    """Two layers: who halted in the first keeps its margin, whoever goes on has that of the nearest miss."""
+    halting = Halting(torch.ones(1, 4, dtype=torch.bool), 1.0, 0.01, tau=0.5)
+    margins = [torch.tensor([[0.3, -0.2, -0.9, -0.1]]), torch.tensor([[5.0, 0.4, -0.1, -0.6]])]
+    margins = [m.requires_grad_() for m in margins]
+    for layer, margin in enumerate(margins, start=1):
+        halting.step((margin.detach() >= 0).float(), layer, last=False, margin=margin)
+    assert [p.tolist() for p in halting.presence[1:]] == [[[0, 1, 1, 1]], [[0, 0, 1, 1]]]
+    halting.presence[2].sum().backward()
+    nearest = torch.tensor([[0.3, 0.4, -0.1, -0.1]])
+    slope = -torch.sigmoid(nearest / 0.5) * torch.sigmoid(-nearest / 0.5) / 0.5
+    first = torch.tensor([[True, False, False, True]])
+    assert_close(margins[0].grad, torch.where(first, slope, 0), 1e-6)
+    assert_close(margins[1].grad, torch.where(first, 0, slope), 1e-6)
+
+
+def test_gates_start_alike_whatever_the_plan_adds() -> None:
+    """With an acting plan the offsets take up what fresh planners add, so as many leave each layer, but for one or two
+    at the edge."""
+    images, given = pictures(8), WORTH | {"gamma": 30.0}
+    live = []
+    for weight in (1e-6, 5.0):  # both pay for their planners
+        model = tiny("aht", more={"depth": 8}, start="budget", spare=2, gate="layer", plan_weight=weight, **given)
+        for planner in model.policy.planners.values():
+            torch.nn.init.zeros_(planner.out.weight)
+        model.policy.calibrate(model, images, 0.7)
+        live.append(model(images).trace.updated.sum((1, 2)))
+    assert (live[0] - live[1]).abs().max() <= 2
+    assert live[0].unique().numel() >= 5
 
 
 def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:

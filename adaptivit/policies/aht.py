@@ -8,8 +8,9 @@ Shapes: B images, N slots, D width, L layers 1..L, S planner stages.
 
 In the paper the planners only enter the loss (objectives/target_depth.py). With plan_weight > 0 they act:
 h = sigmoid(gamma f + beta + plan_weight (l - N_plan)). With straight_through the key weights stay 0/1 but pass the
-slope of a soft step back to the scores, so that the task loss can tell a token that it was needed. With `sample` a
-random shift an image is added to the logit in training, so that one model learns every budget.
+slope of a soft step back to the scores, so that the task loss can tell a token that it was needed; slope=logit takes it
+in gamma f + beta, which sharp gates need: their h (1 - h), and with it the slope in c, is 0 nearly everywhere. With
+`sample` a random shift an image is added to the logit in training, so that one model learns every budget.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class AHT(Policy):
         settings, layer, halting = self.settings, view.layer + 1, state.halting
         spared = view.layer < settings.spare
         surplus = None if spared else view.surplus
-        full, mass = halting.step(self._score(view, state), layer, view.last, surplus=surplus)
+        score, margin = self._score(view, state)
+        full, mass = halting.step(score, layer, view.last, surplus=surplus, margin=margin)
         share = mass if settings.class_token == "mean_field" else None
         if view.last or spared:
             return Keep(share=share)
@@ -171,11 +173,12 @@ class AHT(Policy):
         state.size = merge.size
         return replace(merge, weight=weight, share=share)
 
-    def _score(self, view: View, state: State) -> Tensor:
-        """[B, N] h of this layer: 0 where nobody halts yet."""
-        settings, number = self.settings, view.layer
+    def _score(self, view: View, state: State) -> tuple[Tensor, Tensor | None]:
+        """[B, N] h of this layer, 0 where nobody halts yet; and with slope=logit by how much gamma f + ... is above
+        what would just halt the token, in units of f."""
+        settings, number, spent = self.settings, view.layer, state.halting.cumulative
         if view.last or number < settings.spare:
-            return torch.zeros_like(state.halting.cumulative)
+            return torch.zeros_like(spent), None
         gamma, beta = (p if p.ndim == 0 else p[number] for p in (self.gamma.float(), self.beta.float()))
         feature = self._feature(view)
         if "features" in view.asked:
@@ -183,7 +186,12 @@ class AHT(Policy):
         logit = gamma * feature + beta
         if settings.plan_weight > 0 and state.plan is not None:
             logit = logit + settings.plan_weight * (number + 1 - state.plan)
-        return torch.sigmoid(logit if state.shift is None else logit + state.shift)
+        logit = logit if state.shift is None else logit + state.shift
+        margin = None
+        if settings.slope == "logit":
+            missing = (settings.threshold - settings.eps - spent.detach()).clamp(0.001, 0.999)
+            margin = (logit - torch.logit(missing)) / gamma.detach().abs().clamp_min(1e-3)
+        return torch.sigmoid(logit), margin
 
     def _feature(self, view: View) -> Tensor:
         """[B, N] what the supervisor reads."""
@@ -266,4 +274,12 @@ class AHT(Policy):
             feature = values[:, prefix:][trace.attended[block, :, prefix:]]
             if feature.numel() > 1:
                 self.gamma[block] = self.settings.gamma / feature.std().clamp_min(1e-3)
-                offset[block] = -self.gamma[block] * feature.mean()
+                offset[block] = -self.gamma[block] * feature.mean() - self._planned(block + 1)
+
+    def _planned(self, layer: int) -> float:
+        """What fresh planners, which all plan the middle of their range, add to the logit of a layer (1-based)."""
+        known = [s for s in sorted(int(s) for s in self.planners) if s < layer + (self.settings.decide == "after")]
+        if not known or not self.settings.plan_weight:
+            return 0.0
+        planner = self.planners[str(known[-1])]
+        return self.settings.plan_weight * (layer - (planner.low + planner.high) / 2)  # type: ignore[operator]

@@ -29,6 +29,7 @@ class Halting:
     remainder: Tensor = field(init=False)  # [B, N] r, with gradient
     scores: list[Tensor] = field(default_factory=list)  # [B, N] each: h, 0 after halting
     presence: list[Tensor] = field(default_factory=list)  # [B, N] each: 0/1 on entering a layer, soft gradient
+    margin: Tensor | None = None  # [B, N] the largest so far, where steps tell it
 
     def __post_init__(self) -> None:
         zero = torch.zeros(self.halts.shape, device=self.halts.device)
@@ -44,14 +45,19 @@ class Halting:
         last: bool,
         leaders: int = 0,
         surplus: Callable[[Tensor, Tensor], Tensor | None] | None = None,
+        margin: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Layer `layer` (1-based) has been computed: add its score [B, N].
 
         Returns who halts now [B, N] bool, and the halting mass p_l [B, N]. With `leaders`, an image ends when its
-        first so many tokens have halted. `surplus` is View.surplus: whoever has to leave halts now.
+        first so many tokens have halted. `surplus` is View.surplus: whoever has to leave halts now. `margin` [B, N] is
+        by how much this score is more than what was missing, in a unit of the caller's: the gradient then follows it.
         """
         score = torch.ones_like(score) if last else score  # h_L := 1
         score = torch.where(self.going, score, torch.zeros_like(score))
+        if margin is not None:
+            before = torch.full_like(margin, -1e4) if self.margin is None else self.margin
+            self.margin = torch.where(self.going, torch.maximum(before, margin), before)
         spent = self.cumulative / self.threshold  # c_{l-1} / T
         self.cumulative = self.cumulative + torch.where(self.halts, score, torch.zeros_like(score))
         full = self.going & self.halts & (self.cumulative >= self.threshold - self.eps)
@@ -71,8 +77,10 @@ class Halting:
         return full, mass
 
     def straight_through(self) -> Tensor:
-        """[B, N] weight from now on: 0/1 in the forward pass, the slope of a soft step in c in the backward."""
-        soft = torch.sigmoid((self.threshold - self.eps - self.cumulative) / self.tau)
+        """[B, N] weight from now on: 0/1 in the forward pass, the slope of a soft step in the backward: in c, or in the
+        margin, which does not vanish where a score is near 0 or 1."""
+        missing = self.threshold - self.eps - self.cumulative if self.margin is None else -self.margin
+        soft = torch.sigmoid(missing / self.tau)
         return self.going.float() + torch.where(self.halts, soft - soft.detach(), torch.zeros_like(soft))
 
     def facts(self) -> dict[str, Tensor]:

@@ -130,11 +130,12 @@ def folding() -> TrainConfig:
 
     adaptivit train --recipe aht-fold --data DATA --weights STATIC --budget-share 0.67
     As aht-budget, and: worth (attention of the class token times distance from the most similar patch) as the feature,
-    a gate for every layer, decisions between attention and MLP from a quarter of the depth on, and training that starts
-    at the budget. Needs a static model of the same classes as --weights or --teacher. Not run by us yet.
+    a sharp gate for every layer that learns by the slope of its logit, decisions between attention and MLP from a
+    quarter of the depth on, and training that starts at the budget. Needs a static model of the same classes as
+    --weights or --teacher. Not run by us yet.
     """
-    policy = "aht:straight_through=true,feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4,start=budget"
-    return replace(budget(), policy=policy)
+    policy = "aht:feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=30,start=budget"
+    return replace(budget(), policy=f"{policy},straight_through=true,slope=logit,tau=0.5")
 
 
 RECIPES = {
