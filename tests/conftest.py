@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +21,10 @@ from adaptivit.config import TrainConfig
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
 from adaptivit.evaluate import Result
 from adaptivit.output import Output
+
+# Where Python is told to keep no bytecode, each of the many processes that tests start would compile torch again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)  # tensors are so small that a second thread only waits
 settings.register_profile(

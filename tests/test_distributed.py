@@ -38,13 +38,6 @@ def assert_close_weights(a: Path, b: Path, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance, msg=f"other weights: {name}")
 
 
-def environment() -> dict[str, str]:
-    """Compiled imports are kept between runs, whatever this process does: two processes import torch at once."""
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    cache = Path(tempfile.gettempdir()) / f"adaptivit-pycache-{os.getuid()}"
-    return {"PYTHONPYCACHEPREFIX": str(cache)} | kept | {"OMP_NUM_THREADS": "1"}
-
-
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,7 +58,7 @@ def torchrun(
             stdout=out,
             stderr=wrong,
             text=True,
-            env=environment(),
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         try:
