@@ -72,6 +72,11 @@ BACKBONES: dict[str, dict[str, Any]] = {
 SIDES = ("class", "distilled", "registers", "average")  # where the head reads: one slot, two, one of five, all
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker ends with it; xdist itself puts groups before all else."""
+    items.sort(key=lambda item: item.path.stem != "test_interpreter")
+
+
 def shared(name: str) -> Path:
     """A file of ../shared, or a skip that says so: the proofs must run in a bare checkout."""
     path = SHARED / name

@@ -64,7 +64,7 @@ def torchrun(
         try:
             if meanwhile is not None:
                 meanwhile(run)
-            run.wait(timeout=180)
+            run.wait(timeout=300)
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ def start_pair(
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
                 os.environ |= environ or {}
-                signal.alarm(150)  # a process that waits for ever ends
+                signal.alarm(300)  # a process that waits for ever ends
                 time.sleep(rank * late)
                 code = train(where, out, *more)
                 sys.stdout.flush()
@@ -334,7 +334,7 @@ def test_torchrun_starts_a_killed_run_again_where_it_was(tmp_path: Path, where: 
 
     def kill(run: Any) -> None:
         """Once the first checkpoint is there, one of torchrun's own children."""
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
         while not (out / "checkpoint").exists() and time.monotonic() < deadline and run.poll() is None:
             time.sleep(0.05)
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
