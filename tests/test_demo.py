@@ -21,6 +21,8 @@ from serving import Running, error, files, photo, running
 from adaptivit import cli, digits
 from adaptivit.serve import Service, command, demo_model, page
 
+pytestmark = pytest.mark.xdist_group("demo")  # one service and one browser
+
 PACKAGE = Path(page.__file__).parent
 DIGITS = page._digits
 

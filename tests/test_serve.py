@@ -25,6 +25,8 @@ from adaptivit.predict import predict
 from adaptivit.serve import Batcher, Job, Service
 from adaptivit.serve.batcher import QueueFull
 
+pytestmark = pytest.mark.xdist_group("serve")  # one service
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:

@@ -25,6 +25,8 @@ from adaptivit import cli
 from adaptivit.serve import Job, Service, command
 from adaptivit.serve_config import Limits, ServeConfig
 
+pytestmark = pytest.mark.xdist_group("serve_limits")  # one service
+
 SMALL = Limits(max_upload=0.2, max_pixels=0.02, max_images=4, max_queue=8, max_requests=6, timeout=60.0)
 
 
