@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +21,10 @@ from adaptivit.config import TrainConfig
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
 from adaptivit.evaluate import Result
 from adaptivit.output import Output
+
+# Where Python is told to keep no bytecode, each of the many processes that tests start would compile torch again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)  # tensors are so small that a second thread only waits
 settings.register_profile(
@@ -64,6 +70,11 @@ BACKBONES: dict[str, dict[str, Any]] = {
     "no_classifier": {"num_classes": 0},
 }
 SIDES = ("class", "distilled", "registers", "average")  # where the head reads: one slot, two, one of five, all
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker ends with it; xdist itself puts groups before all else."""
+    items.sort(key=lambda item: item.path.stem != "test_interpreter")
 
 
 def shared(name: str) -> Path:

@@ -6,7 +6,8 @@ import contextlib
 import io
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,13 @@ class Running:
     thread: threading.Thread
     port: int
 
+    def client(self) -> httpx.Client:
+        """One that waits for an answer as long as a busy machine may take."""
+        return httpx.Client(base_url=self.address, timeout=60)
+
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -46,6 +51,14 @@ def running(service: Service, **given: Any) -> Iterator[Running]:
         yield found
     finally:
         found.stop()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for a condition, however busy the machine is."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never"
+        time.sleep(0.005)
 
 
 def photo(seed: int = 0, size: tuple[int, int] = (32, 32), kind: str = "PNG") -> bytes:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import shared
 from PIL import Image
-from test_data import SMALL, npz, pixels, refused, split_folder, train
-from test_distributed import assert_close_weights, torchrun
+from test_data import npz, pixels, refused, split_folder, train
+from test_distributed import assert_close_weights, pair
 from test_resume import assert_same_weights, weights
 from timm.data.mixup import Mixup
 from torch import Tensor
@@ -477,10 +477,10 @@ def test_evaluate_says_the_same_for_arrays_and_files(tmp_path: Path) -> None:
     assert torch.equal(there, batch(Images(files, PLAIN.evaluation())))
 
 
+@pytest.mark.xdist_group("processes")  # as in test_distributed.py
 def test_two_processes_see_the_same_pictures_as_one(tmp_path: Path) -> None:
     where = npz(tmp_path / "x.npz")
     words = ("--augment-on", "device", "--policy", "static", "--lr", 1e-3, "--clip-grad", 0, "--val-split", 0.25)
     assert train(where, tmp_path / "one", *words) == 0
-    code, _, said = torchrun(*("train", "--data", where, "--out", tmp_path / "two", "--device", "cpu", *SMALL, *words))
-    assert code == 0, said
+    pair(where, tmp_path / "two", *words)
     assert_close_weights(tmp_path / "one", tmp_path / "two")

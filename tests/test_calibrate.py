@@ -27,6 +27,8 @@ from adaptivit.dial import Turn
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 
+pytestmark = pytest.mark.xdist_group("calibrate")  # curves that are measured once
+
 SHIFTS = ("aht", "aht, the plan acts", "avit", "avit, networks", "act", "confidence", "similarity", "pondernet")
 COUNTS = ("mod", "amod", "dynamicvit", "evit", "tome", "fold", "static")
 CURVES: dict[str, Calibration] = {}

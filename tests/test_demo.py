@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,8 @@ from serving import Running, error, files, photo, running
 
 from adaptivit import cli, digits
 from adaptivit.serve import Service, command, demo_model, page
+
+pytestmark = pytest.mark.xdist_group("demo")  # one service and one browser
 
 PACKAGE = Path(page.__file__).parent
 DIGITS = page._digits
@@ -70,7 +71,7 @@ def test_examples_are_the_test_pictures() -> None:
 # -- what the page asks for -----------------------------------------------------------------------------------------
 def test_a_look_is_what_the_model_does(live: Running) -> None:
     model = live.service.model
-    with httpx.Client(base_url=live.address, timeout=20) as client:
+    with live.client() as client:
         about = client.get("/demo/info").json()
         shot = client.get("/demo/examples/3").content
         found = client.post(
@@ -96,7 +97,7 @@ def test_a_look_is_what_the_model_does(live: Running) -> None:
 
 
 def test_looks_are_held_to_the_same_limits(live: Running) -> None:
-    with httpx.Client(base_url=live.address, timeout=20) as client:
+    with live.client() as client:
         assert "Expected one image, got 2" in error(client.post("/demo/look", files=files(photo(), photo())), 422)
         assert "cannot be read as an image" in error(client.post("/demo/look", files=files(b"x")), 422)
         asked = {"files": files(photo()), "data": {"budget": "-99%"}}
@@ -107,13 +108,13 @@ def test_looks_are_held_to_the_same_limits(live: Running) -> None:
 
 def test_any_policy_and_no_page() -> None:
     for policy in ("amod", "tome", "static"):
-        with running(Service(tiny(policy), wait=0.0)) as found, httpx.Client(base_url=found.address) as client:
+        with running(Service(tiny(policy), wait=0.0)) as found, found.client() as client:
             about = client.get("/demo/info").json()
             assert about["dial"] is None
             assert about["examples"] == ["china", "flower"]  # scikit-learn's: no model of digits
             look = client.post("/demo/look", files=files(photo()), data={"time": "1"}).json()
             assert len(look["attended"]) == 6
-    with running(Service(tiny("static")), with_page=False) as found, httpx.Client(base_url=found.address) as client:
+    with running(Service(tiny("static")), with_page=False) as found, found.client() as client:
         for path in ("/", "/script.js", "/demo/info"):
             error(client.get(path), 404)
 
@@ -270,8 +271,13 @@ def test_play_moves_and_stops_at_the_end(browser: Any, live: Running) -> None:
     shown.until("document.getElementById('play').textContent === 'Play'")
     shown.page.locator("#play").click()
     assert shown.text("play") == "Stop"
-    shown.until("document.getElementById('block').value === '3'")
-    shown.page.locator("#play").click()
+    shown.page.evaluate(  # waits and clicks in the page, which is never too late there
+        """async () => {
+          const [block, play] = ["block", "play"].map((name) => document.getElementById(name));
+          while (block.value !== "3") await new Promise((done) => setTimeout(done, 5));
+          play.click();
+        }"""
+    )
     assert shown.text("play") == "Play"
     assert not shown.said
     shown.context.close()

@@ -33,8 +33,6 @@ from adaptivit.reproduce import TABLES, Run, Table, execute, tables
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
 
-pytestmark = pytest.mark.xdist_group("processes")  # ports, and moments to be killed at: one after the other
-
 _ = small  # a fixture
 TINY = Table(
     "tiny",
@@ -428,13 +426,13 @@ def wait_for(what: Callable[[], Any], seconds: float = 300) -> Any:
     return found
 
 
-def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Path, small: Path) -> None:
+@pytest.mark.xdist_group("processes")  # as in test_distributed.py
+def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Path, small: Path, capsys: Any) -> None:
     stand_in = ["backbone=test_vit", "img_size=32", "batch_size=8", "epochs=4000"]
     given = [str(w) for w in (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set")]
-    command = [sys.executable, "-m", "adaptivit", *given]
-    log = tmp_path / "said.txt"
-    with log.open("wb") as file:
-        parent = subprocess.Popen([*command, *stand_in], stdout=file, stderr=file)
+    with (tmp_path / "said.txt").open("wb") as file:
+        command = [sys.executable, "-m", "adaptivit", *given, *stand_in]
+        parent = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
     finally:
@@ -458,9 +456,8 @@ def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Pat
     assert steps[-1] == 2 * epochs
     assert (place / "model").is_dir()
     # the command itself finds the row that was finished under its key
-    again = subprocess.run([*command, *stand_in], capture_output=True, text=True, timeout=300, check=False)
-    assert again.returncode == 0, again.stderr
-    assert "finished before, not run again" in again.stderr
+    assert run(*given, *stand_in) == 0
+    assert "finished before, not run again" in capsys.readouterr().err
 
 
 def _alive(word: str) -> bool:

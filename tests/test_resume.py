@@ -20,7 +20,7 @@ from test_data import SMALL, refused, split_folder, train
 import adaptivit
 from adaptivit.train import Trainer
 
-pytestmark = pytest.mark.xdist_group("processes")  # ports, and moments to be killed at: one after the other
+pytestmark = pytest.mark.xdist_group("resume")  # one run that all compare with
 
 # Everything random and everything with a state of its own.
 HARD = ("--policy", "aht:straight_through=true", "--target-depth", 0.5, "--ponder", 0.01, "--ema", 0.9)
@@ -60,7 +60,7 @@ def child(work: Callable[[], int], until: Callable[[], bool] | None = None) -> i
             code = work()
         finally:
             os._exit(code)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     done, status = 0, 0
     while not done:
         if (until is not None and until()) or time.monotonic() > deadline:
@@ -84,12 +84,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps slow enough to be killed between them."""
-    step = Trainer.step
+    """In a child: steps slow enough to be killed between them, and one near the end that waits for it."""
+    inner, parent = Trainer.step, os.getpid()
 
-    def slower(self: Trainer, *arguments: Any) -> Any:
-        time.sleep(0.04)
-        return step(self, *arguments)
+    def slower(self: Trainer, batch: Any, step: int, *arguments: Any) -> Any:
+        if os.getpid() != parent:
+            time.sleep(600 if step == 7 else 0.04)
+        return inner(self, batch, step, *arguments)
 
     monkeypatch.setattr(Trainer, "step", slower)
 

@@ -25,6 +25,8 @@ from adaptivit.predict import predict
 from adaptivit.serve import Batcher, Job, Service
 from adaptivit.serve.batcher import QueueFull
 
+pytestmark = pytest.mark.xdist_group("serve")  # one service
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
@@ -42,7 +44,7 @@ def live(model: Any) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(live: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live.address, timeout=20) as found:
+    with live.client() as found:
         yield found
 
 
@@ -130,7 +132,7 @@ def test_openapi_and_health(client: httpx.Client) -> None:
 
 
 def test_metrics_add_up(model: Any) -> None:
-    with running(Service(model, wait=0.05)) as found, httpx.Client(base_url=found.address) as client:
+    with running(Service(model, wait=0.05)) as found, found.client() as client:
         given = client.post("/v1/classify", files=files(photo(0), photo(1)), data={"budget": "-40%"}).json()["images"]
         client.post("/v1/classify", files=files(b"no image"))
         text = client.get("/metrics").text
@@ -159,7 +161,7 @@ class Held(Batcher):
 
     def _pass(self, batch: list[Job]) -> Any:
         self.begun.release()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         self.batches.append(batch)
         return super()._pass(batch)
 
@@ -173,11 +175,11 @@ def held(model: Any, given: list[Job], **more: Any) -> list[list[int]]:
     """Which of the jobs ran together, where the first ran alone and all others waited behind it."""
     batcher = Held(model, wait=0.0, **more)
     answers = batcher.submit(given[:1])
-    assert batcher.begun.acquire(timeout=20)
+    assert batcher.begun.acquire(timeout=60)
     answers += batcher.submit(given[1:])
     batcher.go.set()
     for answer in answers:
-        answer.result(20)
+        answer.result(60)
     batcher.close()
     number = {id(job): i for i, job in enumerate(given)}
     return [[number[id(job)] for job in batch] for batch in batcher.batches]
@@ -201,7 +203,7 @@ def test_expectations_follow_what_images_take() -> None:
     batcher = Batcher(tiny("aht", beta=3.0), wait=0.0)
     assert batcher.expected(None) == 17
     (answer,) = batcher.submit(jobs(batcher.model, [None]))
-    mean = sum(answer.result(20).live) / 6
+    mean = sum(answer.result(60).live) / 6
     assert mean < 17
     batcher.close()
     assert batcher.expected(None) == pytest.approx(mean)
@@ -210,7 +212,7 @@ def test_expectations_follow_what_images_take() -> None:
 def test_shared_batches_give_what_images_get_alone(model: Any) -> None:
     given = jobs(model, [None, "-20%", "-60%", "-0%"])
     batcher = Batcher(model, wait=0.2)
-    answers = [f.result(20) for f in batcher.submit(given)]
+    answers = [f.result(60) for f in batcher.submit(given)]
     batcher.close()
     assert {a.images for a in answers} == {4}
     with torch.inference_mode():
@@ -226,16 +228,16 @@ def test_one_image_at_fault_does_not_take_the_others_along(model: Any) -> None:
     given[1].image = torch.zeros(3, 8, 8)
     batcher = Batcher(model, wait=0.1)
     answers = batcher.submit(given)
-    assert answers[0].result(20).images == answers[2].result(20).images == 1
+    assert answers[0].result(60).images == answers[2].result(60).images == 1
     with pytest.raises(adaptivit.UserError, match="32 x 32"):
-        answers[1].result(20)
+        answers[1].result(60)
     batcher.close()
 
 
 def test_the_queue_is_all_or_nothing_and_closing_finishes_it(model: Any) -> None:
     batcher = Held(model, wait=0.0, queue=3)
     first = batcher.submit(jobs(model, [None]))
-    assert batcher.begun.acquire(timeout=20)
+    assert batcher.begun.acquire(timeout=60)
     more = batcher.submit(jobs(model, [None] * 2))
     with pytest.raises(QueueFull, match="3 images"):
         batcher.submit(jobs(model, [None] * 2))
@@ -248,7 +250,7 @@ def test_the_queue_is_all_or_nothing_and_closing_finishes_it(model: Any) -> None
     with pytest.raises(QueueFull, match="shutting down"):
         batcher.submit(jobs(model, [None]))
     batcher.go.set()
-    closing.join(20)
+    closing.join(60)
     assert not batcher.alive
     assert first[0].done()
     assert more[0].done()

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import socket
 import struct
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from conftest import pictures, tiny
-from serving import Running, error, files, photo, running
+from serving import Running, error, files, photo, running, until
 
 from adaptivit import cli
 from adaptivit.serve import Job, Service, command
 from adaptivit.serve_config import Limits, ServeConfig
 
-SMALL = Limits(max_upload=0.2, max_pixels=0.02, max_images=4, max_queue=8, max_requests=6, timeout=5.0)
+pytestmark = pytest.mark.xdist_group("serve_limits")  # one service
+
+SMALL = Limits(max_upload=0.2, max_pixels=0.02, max_images=4, max_queue=8, max_requests=6, timeout=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def live(model: Any) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(live: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live.address, timeout=20) as found:
+    with live.client() as found:
         yield found
 
 
@@ -78,7 +81,7 @@ def test_upload_size(client: httpx.Client) -> None:
 
 def test_an_upload_that_never_ends_is_cut_off(live: Running) -> None:
     sent = 0
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as line:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as line:
         head = "POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         line.sendall((head + "Transfer-Encoding: chunked\r\n\r\n").encode())
         try:
@@ -173,7 +176,7 @@ def test_paths_lead_nowhere(live: Running, client: httpx.Client) -> None:
     error(client.get("/demo/examples/x"), 422)
     error(client.put("/v1/classify"), 405)
     for path in ("/../../../etc/passwd", "/..%2f..%2fetc/passwd", "/style.css/../../serve_config.py", "//etc/passwd"):
-        with socket.create_connection(("127.0.0.1", live.port), timeout=10) as line:
+        with socket.create_connection(("127.0.0.1", live.port), timeout=60) as line:
             line.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
             found = b"".join(iter(lambda line=line: line.recv(65536), b""))
         assert found.startswith(b"HTTP/1.1 404"), path
@@ -189,84 +192,86 @@ def test_every_answer_has_the_headers(client: httpx.Client) -> None:
 
 
 # -- too much, too slow ---------------------------------------------------------------------------------------------
-@pytest.fixture
-def slow(model: Any) -> Iterator[tuple[Running, threading.Event]]:
+@dataclass
+class Slow:
     """A service whose model waits until it may go."""
-    service = Service(model, limits=Limits(max_images=4, max_queue=4, max_requests=3, timeout=1.5), wait=0.0)
-    go, run = threading.Event(), service.batcher._pass
+
+    found: Running
+    begun: threading.Event
+    go: threading.Event
+
+
+@contextlib.contextmanager
+def slow(model: Any, timeout: float = 60.0) -> Iterator[Slow]:
+    service = Service(model, limits=Limits(max_images=4, max_queue=4, max_requests=3, timeout=timeout), wait=0.0)
+    begun, go, run = threading.Event(), threading.Event(), service.batcher._pass
 
     def wait(batch: list[Job]) -> Any:
-        assert go.wait(20)
+        begun.set()
+        assert go.wait(60)
         return run(batch)
 
     service.batcher._pass = wait  # type: ignore[method-assign]
     with running(service) as found:
-        yield found, go
-        go.set()
+        try:
+            yield Slow(found, begun, go)
+        finally:
+            go.set()
 
 
-def test_a_full_queue_is_429(slow: tuple[Running, threading.Event]) -> None:
-    found, go = slow
-    with httpx.Client(base_url=found.address, timeout=20) as client, ThreadPoolExecutor(2) as pool:
+def test_a_full_queue_is_429(model: Any) -> None:
+    with slow(model) as one, one.found.client() as client, ThreadPoolExecutor(2) as pool:
         first = pool.submit(client.post, "/v1/classify", files=files(photo()))
+        assert one.begun.wait(60)
         second = pool.submit(client.post, "/v1/classify", files=files(*[photo()] * 3))
-        for _ in range(200):
-            if found.service.batcher.waiting == 3:
-                break
-            time.sleep(0.005)
+        until(lambda: one.found.service.batcher.waiting == 3)
         refused = client.post("/v1/classify", files=files(photo(), photo()))
-        go.set()
+        one.go.set()
         assert "queue is full (4 images" in error(refused, 429)
         assert refused.headers["retry-after"] == "1"
         assert first.result().status_code == second.result().status_code == 200
 
 
-def test_too_many_requests_at_once_are_429(slow: tuple[Running, threading.Event]) -> None:
-    found, go = slow
-    with httpx.Client(base_url=found.address, timeout=20) as client, ThreadPoolExecutor(3) as pool:
+def test_too_many_requests_at_once_are_429(model: Any) -> None:
+    with slow(model) as one, one.found.client() as client, ThreadPoolExecutor(3) as pool:
         under_way = [pool.submit(client.post, "/v1/classify", files=files(photo())) for _ in range(3)]
-        for _ in range(200):
-            if found.service.metrics.get("requests_in_progress") == 3:
-                break
-            time.sleep(0.005)
+        until(lambda: one.found.service.metrics.get("requests_in_progress") == 3)
         refused = client.post("/v1/classify", files=files(photo()))
         assert client.get("/healthz").status_code == 200  # a probe is heard all the same
-        go.set()
+        one.go.set()
         assert "at most 3" in error(refused, 429)
         assert refused.headers["retry-after"] == "1"
-        assert [one.result().status_code for one in under_way] == [200] * 3
+        assert [request.result().status_code for request in under_way] == [200] * 3
 
 
-def test_time_out(slow: tuple[Running, threading.Event]) -> None:
-    found, go = slow
-    with httpx.Client(base_url=found.address, timeout=20) as client:
+def test_time_out(model: Any) -> None:
+    with slow(model, timeout=1.5) as one, one.found.client() as client:
         late = client.post("/v1/classify", files=files(photo()))
         assert "no answer within 1.5 s" in error(late, 503)
-        with socket.create_connection(("127.0.0.1", found.port), timeout=10) as line:  # a body that does not come
+        with socket.create_connection(("127.0.0.1", one.found.port), timeout=60) as line:  # a body that does not come
             line.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
             line.sendall(b"Content-Length: 99\r\n\r\n{")
             said = b"".join(iter(lambda: line.recv(65536), b""))
         assert said.startswith(b"HTTP/1.1 408")
         assert b"did not arrive within 1.5 s" in said
-        go.set()
-        assert client.post("/v1/classify", files=files(photo())).status_code == 200
+        one.go.set()
+        until(
+            lambda: client.post("/v1/classify", files=files(photo())).status_code == 200
+        )  # a busy machine takes 1.5 s
 
 
 def test_a_request_that_breaks_off_leaves_nothing_behind(live: Running, client: httpx.Client) -> None:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as line:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as line:
         line.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         line.sendall(b"Content-Length: 99\r\n\r\n{")
-    for _ in range(400):
-        if live.service.metrics.get("requests_in_progress") == 0:
-            break
-        time.sleep(0.01)
-    assert live.service.metrics.get("requests_in_progress") == 0
+        until(lambda: live.service.metrics.get("requests_in_progress") == 1)
+    until(lambda: live.service.metrics.get("requests_in_progress") == 0)
     assert client.post("/v1/classify", files=files(photo())).status_code == 200
 
 
 # -- who may ask ----------------------------------------------------------------------------------------------------
 def test_bearer_token(model: Any) -> None:
-    with running(Service(model), token="s3cret") as found, httpx.Client(base_url=found.address) as client:
+    with running(Service(model), token="s3cret") as found, found.client() as client:
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}, {"authorization": ""}):
             for method, path in (("GET", "/metrics"), ("POST", "/v1/classify"), ("GET", "/demo/info"), ("GET", "/v2")):
                 refused = client.request(method, path, headers=given)
@@ -281,7 +286,7 @@ def test_bearer_token(model: Any) -> None:
 
 def test_other_names_are_turned_away(model: Any) -> None:
     hosts = (*command.LOOPBACK, "proxy.example")
-    with running(Service(model), hosts=hosts) as found, httpx.Client(base_url=found.address) as client:
+    with running(Service(model), hosts=hosts) as found, found.client() as client:
         for name in ("localhost:8000", "127.0.0.1", "[::1]:80", "PROXY.example"):
             assert client.get("/healthz", headers={"host": name}).status_code == 200
         for name in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80"):
@@ -295,7 +300,7 @@ def test_a_fault_of_ours_says_nothing_of_itself(model: Any, caplog: pytest.LogCa
         raise RuntimeError("secret /home/place")
 
     service.batcher._pass = broken  # type: ignore[method-assign]
-    with running(service) as found, httpx.Client(base_url=found.address) as client:
+    with running(service) as found, found.client() as client:
         said = error(client.post("/v1/classify", files=files(photo())), 500)
         assert said.startswith("Something went wrong here")
         number = said.removesuffix(".").split()[-1]
@@ -303,29 +308,33 @@ def test_a_fault_of_ours_says_nothing_of_itself(model: Any, caplog: pytest.LogCa
     assert any(number in r.message and r.exc_info for r in caplog.records)
 
 
+def heard(found: Running) -> bool:
+    """Whether a new connection is taken."""
+    try:
+        socket.create_connection(("127.0.0.1", found.port), timeout=60).close()
+    except ConnectionError:
+        return False
+    return True
+
+
 def test_shutting_down_finishes_what_was_accepted(model: Any) -> None:
     service = Service(model, wait=0.0, batch_images=2)
     go, run = threading.Event(), service.batcher._pass
-    service.batcher._pass = lambda batch: go.wait(20) and run(batch)  # type: ignore
+    service.batcher._pass = lambda batch: go.wait(60) and run(batch)  # type: ignore
     with (
         running(service) as found,
-        httpx.Client(base_url=found.address, timeout=20) as client,
+        found.client() as client,
         ThreadPoolExecutor(6) as pool,
     ):
         under_way = [pool.submit(client.post, "/v1/classify", files=files(photo(i), photo(i))) for i in range(6)]
-        for _ in range(400):
-            if service.batcher.waiting >= 10:
-                break
-            time.sleep(0.005)
+        until(lambda: service.batcher.waiting >= 10)
         found.server.should_exit = True
-        time.sleep(0.3)
-        with pytest.raises(httpx.ConnectError), httpx.Client(base_url=found.address) as late:
-            late.get("/healthz")  # no one else comes in
+        until(lambda: not heard(found))  # no one else comes in
         go.set()
         answers = [one.result() for one in under_way]
         assert [a.status_code for a in answers] == [200] * 6
         assert all(len(a.json()["images"]) == 2 for a in answers)
-        found.thread.join(20)
+        found.thread.join(60)
     assert not service.batcher.alive
 
 

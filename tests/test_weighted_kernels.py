@@ -13,20 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from interpreted import DEVICE, DTYPES, INTERPRETED, ON_GPU, elsewhere, here, on_gpu
 from torch import Tensor
 
 from adaptivit.ops import attention
 from adaptivit.ops import weighted_kernels as kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-ON_GPU = DEVICE == "cuda"
-here = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in a process that test_interpreter.py starts")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-
-# relative to the largest value; the interpreter cannot multiply bf16
+# relative to the largest value
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-DTYPES = (*TOLERANCE,) if ON_GPU else (torch.float32, torch.float16)
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -256,6 +250,7 @@ def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernels.usable(q.double())
 
 
+@elsewhere
 def test_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
