@@ -69,6 +69,11 @@ def gmacs(macs: float) -> str:
     return f"{macs / 1e9:.4g} GMACs"
 
 
+def meant(macs: float) -> str:
+    """What to say of a number that is too small for MACs: 0.8 was meant in GMACs, 0.67 as a share."""
+    return " A number alone means MACs; write '0.8 GMACs' or '-33%'." if macs < 1000 else ""
+
+
 @dataclass(frozen=True)
 class Point:
     """The dial at one position: mean over the calibration images."""
@@ -87,6 +92,10 @@ class Latency:
     layout: str
     dtype: str
     points: tuple[tuple[float, float], ...]  # (MACs an image, ms), from dear to cheap, falling
+
+    @property
+    def images(self) -> str:
+        return "1 image" if self.batch == 1 else f"{self.batch} images"
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ class Calibration:
         if macs < points[-1].macs * (1 - 1e-9):
             least = f"{gmacs(points[-1].macs)} ({100 * (points[-1].macs / self.static - 1):.1f} %)"
             said = f"{text} ({gmacs(macs)})" if text and "MACs" not in text else gmacs(macs)
-            raise UserError(f"budget: {said} is below the least that this model can do, {least}.")
+            raise UserError(f"budget: {said} is below the least that this model can do, {least}.{meant(macs)}")
         below = min(bisect.bisect_left(points, -macs, key=lambda p: -p.macs), len(points) - 1)
         cheap, dear = points[below], points[max(below - 1, 0)]
         gap = dear.macs - cheap.macs
@@ -136,7 +145,7 @@ class Calibration:
         if latency is None:
             raise UserError(
                 f"budget: no milliseconds have been measured for {budget.text}; call model.calibrate(images, "
-                f"budget={budget.text!r}) on this device."
+                f"budget={budget.text!r}) or adaptivit calibrate --budget {budget.text!r} on this device."
             )
         if latency.device != device:
             raise UserError(
@@ -147,7 +156,7 @@ class Calibration:
         if budget.ms < points[-1][1]:
             raise UserError(
                 f"budget: {budget.text} is below the least that this model can do here, {points[-1][1]:.3g} ms for "
-                f"{latency.batch} images on {latency.device}."
+                f"{latency.images} on {latency.device}."
             )
         if budget.ms >= points[0][1]:
             return points[0][0]

@@ -129,6 +129,8 @@ def _steps(model: AdaptiveViT, batches: Sequence[Tensor]) -> list[Point]:
     """Every step of a dial that fixes counts, from dear to cheap."""
     meter = Meter(model, [batches[0][:1]])
     dear, cheap = model.policy.positions()
+    if model.policy.dial == "depth":  # whole blocks
+        return [meter(float(depth)) for depth in range(int(dear), int(cheap) - 1, -1)]
     return _halved(meter, [meter(dear), meter(cheap)], lambda a, b: a.live - b.live > 0.5, abs(dear - cheap) / 1024)
 
 

@@ -126,7 +126,7 @@ def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
     if curve.latency is not None:
         slow, fast = curve.latency.points[0][1], curve.latency.points[-1][1]
         said.append(
-            f"milliseconds hold for {curve.latency.batch} images of {curve.latency.dtype} on {curve.latency.device}, "
+            f"milliseconds hold for {curve.latency.images} of {curve.latency.dtype} on {curve.latency.device}, "
             f"{curve.latency.layout}: {slow:.3g} ms down to {fast:.3g} ms"
         )
     if model.budget is not None:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .data import rgb
 from .errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
     if model.vit.in_chans not in (1, 3):
         raise UserError(f"images: a model of {model.vit.in_chans} channels does not read pictures; leave them out.")
     mode, transform = "RGB" if model.vit.in_chans == 3 else "L", model.preprocessing.evaluation()
-    return torch.stack([transform(picture.convert(mode)) for picture in _opened(images)])
+    return torch.stack([transform(rgb(picture).convert(mode)) for picture in _opened(images)])
 
 
 def _opened(images: Any) -> list[Image.Image]:
@@ -135,6 +136,6 @@ def _open(image: Any) -> Image.Image:
         return image
     try:
         with Image.open(image) as file:
-            return file.convert("RGB")
+            return rgb(file)
     except Exception as error:  # whatever a damaged file or another kind of object raises
         raise DataError(f"Cannot read the image {image} ({first_line(error)}).") from None

@@ -49,6 +49,10 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")
     if odd := sorted(set(extra) & set(_OWN)):
         raise UserError(f"save_pretrained: {odd[0]!r} is said by the model itself; give the note another name.")
+    if model.shape.heads_out and model.class_names and len(model.class_names) != model.shape.classes:
+        raise UserError(
+            f"save_pretrained: class_names has {len(model.class_names)} names for {model.shape.classes} classes."
+        )
     place = Path(directory)
     others = _others(place)
     weights = to_bytes({k: v.cpu().clone() for k, v in tensors(model).items()})
@@ -149,12 +153,16 @@ def notes(config: dict[str, Any]) -> dict[str, Any]:
 def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory, with what is wrong said in one line."""
     path = Path(directory) / "config.json"
+    if path.parent.is_file():
+        raise WeightsError(f"A checkpoint is a directory with a config.json, and {directory} is a file.")
     if not path.parent.is_dir():
         raise WeightsError(
             f"No such directory, so no config.json: {directory}. Names on the Hugging Face Hub load by from_pretrained."
         )
     if not path.is_file():
-        raise WeightsError(f"Not a checkpoint of adaptivit: {directory} has no config.json.")
+        inside = sorted(p.parent for p in path.parent.glob("*/config.json"))
+        hint = f" Did you mean {inside[0]}?" if len(inside) == 1 else ""
+        raise WeightsError(f"Not a checkpoint of adaptivit: {directory} has no config.json.{hint}")
     try:
         config = json.loads(path.read_text())
         version = config["format"]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
-from rich.console import Console
 
 from . import __version__
 from .bench_config import CompareConfig
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error))
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; a training run goes on with --resume")
+        print("interrupted" + ("; go on with --resume" if given[:1] == ["train"] else ""), file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # `adaptivit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -243,8 +243,8 @@ def predict(config: PredictConfig) -> None:
     if config.out and config.format == "table":
         raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
     paths = prediction.find_images(config.images)
-    names = names_of(config.class_names) if config.class_names else None
     model = build(config.model)
+    names = names_of(config.class_names, model)
     device = device_of(config.device)
     found = prediction.predict(
         model.to(device),
@@ -278,11 +278,17 @@ def export(config: ExportConfig) -> None:
     )
 
 
-def names_of(path: str) -> list[str]:
+def names_of(path: str | None, model: AdaptiveViT) -> list[str] | None:
+    """The class names in a file, one for each class of the model; None where there is no file."""
+    if path is None:
+        return None
     try:
-        return [line for line in Path(path).read_text().splitlines() if line.strip()]
+        names = [line for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read the class names in {path} ({error}).") from None
+    if len(names) != (count := model.vit.num_classes):
+        raise UserError(f"class_names: expected {count} names, one a line for each class, got {len(names)} in {path}.")
+    return names
 
 
 def _emit(text: str, out: str | None) -> None:
@@ -297,9 +303,10 @@ def visualize(config: VisualizeConfig) -> None:
     from .visualize import data_set, report
 
     start = time.perf_counter()
-    model = build(ModelConfig(config.checkpoint, config.backbone, config.policy, config.weights, config.img_size))
+    chosen = (config.checkpoint, config.backbone, config.policy, config.weights, config.img_size)
+    model = build(ModelConfig(*chosen, config.budget, config.max_macs))
     device = device_of(config.device)
-    names = names_of(config.class_names) if config.class_names else None
+    names = names_of(config.class_names, model)
     static = _static_model(config.static, model) if config.static else None
     images: Any = list(config.images)
     if config.data is not None:

@@ -32,6 +32,14 @@ SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
 
+def rgb(image: Image.Image) -> Image.Image:
+    """The image in three channels of 8 bits. PIL cuts greys of 16 bits off at 255, and all is white; here they keep
+    their upper 8, as those of coloured images of 16 bits do."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
 @dataclass(frozen=True)
 class Labelled:
     """Labelled images, not yet decoded."""
@@ -52,9 +60,9 @@ class Labelled:
     def image(self, index: int) -> Image.Image:
         item = self.items[index]
         if isinstance(item, np.ndarray):
-            return Image.fromarray(item).convert("RGB")
+            return rgb(Image.fromarray(item))
         with _opened(item) as file:
-            return file.convert("RGB")
+            return rgb(file)
 
     def part(self, indices: Sequence[int]) -> Labelled:
         if isinstance(self.items, np.ndarray):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import budget as budgets
-from .budget import Budget, Calibration, gmacs
+from .budget import Budget, Calibration, gmacs, meant
 from .cap import minimum
 from .cost import CostModel
 from .decision import Trace
@@ -84,7 +84,7 @@ def checked_limit(model: AdaptiveViT, given: object, tokens: int) -> float | Non
     else:
         least = minimum(model.policy, costs)
     if macs < least:
-        raise UserError(f"max_macs: {limit.text} is below the least that can be held, {gmacs(least)}.")
+        raise UserError(f"max_macs: {limit.text} is below the least that can be held, {gmacs(least)}.{meant(macs)}")
     return macs
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .data import _UNREADABLE, SUFFIXES
+from .data import _UNREADABLE, SUFFIXES, rgb
 from .errors import DataError, first_line
 from .model import AdaptiveViT
 
@@ -68,7 +68,7 @@ def predict(
         for path in paths[i : i + batch_size]:
             try:
                 with Image.open(path) as file:
-                    pictures.append(transform(file.convert("RGB")))
+                    pictures.append(transform(rgb(file)))
             except _UNREADABLE as error:
                 raise DataError(f"Cannot read the image {path} ({first_line(error)}).") from None
         output = model(torch.stack(pictures).to(device, next(model.parameters()).dtype), layout=layout)

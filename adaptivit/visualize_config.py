@@ -48,6 +48,11 @@ class VisualizeConfig:
     """Weights for that backbone: .safetensors or .pth in timm's keys."""
     img_size: int | None = None
     """Image size in pixels; default: the backbone's."""
+    budget: str | None = None
+    """What an image may cost in the mean: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint. none: its
+    settings."""
+    max_macs: str | None = None
+    """What any single image may cost at most: '1.0 GMACs' or -20%."""
     batch_size: int = 32
     """Images at a time."""
     seed: int = 0

@@ -99,6 +99,9 @@ def test_milliseconds() -> None:
         timed.position(parse("3 ms"), "there")
     with pytest.raises(UserError, match=r"1 ms is below the least .* 2 ms for 4 images on here"):
         timed.position(parse("1 ms"), "here")
+    alone = replace(timed, latency=replace(timed.latency, batch=1))
+    with pytest.raises(UserError, match=r"2 ms for 1 image on here"):
+        alone.position(parse("1 ms"), "here")
     assert timed.position(parse("-4%"), "there") == 0.0  # MACs hold everywhere
 
 

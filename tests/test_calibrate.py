@@ -100,6 +100,11 @@ def test_the_nearest_step_below(case: str) -> None:
         assert met(model, pictures(2, seed=3)) == pytest.approx(max(c for c in costs if c <= share))
 
 
+def test_static_is_cut_between_blocks() -> None:
+    curve = calibrated("static").calibration
+    assert [p.knob for p in curve.points] == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+
+
 def test_digits() -> None:
     """A model that has learned a little."""
     torch.manual_seed(0)
@@ -300,6 +305,7 @@ def test_errors() -> None:
         "3 parsecs": "got '3 parsecs'",
         1.01 * model.calibration.static: "above the static model",
         "-99%": "below the least",
+        0.8: "below the least .* A number alone means MACs; write '0.8 GMACs' or '-33%'",
         "3 ms": "no milliseconds have been measured",
     }.items():
         with pytest.raises(UserError, match=said):

@@ -353,12 +353,24 @@ def test_damaged_configs_are_named(change: dict[str, Any], saved: Path) -> None:
         adaptivit.load(saved)
 
 
-def test_other_directories_are_told_apart(tmp_path: Path) -> None:
+def test_other_directories_are_told_apart(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"No such directory.*from_pretrained"):
         adaptivit.load(tmp_path / "nowhere")
+    with pytest.raises(WeightsError, match=r"A checkpoint is a directory with a config\.json, and .* is a file"):
+        adaptivit.load(saved / "config.json")
+    with pytest.raises(WeightsError, match=rf"{tmp_path} has no config.json. Did you mean {saved}\?"):
+        adaptivit.load(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["ViTModel"]}')
     with pytest.raises(WeightsError, match="written by something else"):
         adaptivit.load(tmp_path)
+
+
+def test_names_that_do_not_fit_are_not_saved(tmp_path: Path) -> None:
+    model = tiny("evit")
+    model.class_names = ["a", "b"]
+    with pytest.raises(UserError, match="class_names has 2 names for 10 classes"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_nothing_runs_or_is_fetched(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:

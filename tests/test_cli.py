@@ -16,6 +16,7 @@ import torch
 from test_data import SMALL, folder, refused, run
 
 import adaptivit
+from adaptivit import cli
 from adaptivit.bench_config import CompareConfig
 from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
@@ -236,6 +237,17 @@ def test_a_bad_value_of_another_command_is_named(
 def test_a_bad_value_is_one_line(capsys: Any) -> None:
     assert "epochs: expected at least 1, got 0." in refused(capsys, "train", "--data", "x", "--epochs", 0)
     assert "top_k: expected at least 1, got 0." in refused(capsys, "predict", "x", "--top-k", 0)
+
+
+def test_an_interruption_names_resume_where_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def stop(given: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", stop)
+    assert run("train", "--data", "x") == 130
+    assert capsys.readouterr().err == "interrupted; go on with --resume\n"
+    assert run("calibrate", "x") == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_flags_that_do_not_go_together(tmp_path: Path, capsys: Any) -> None:

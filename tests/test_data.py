@@ -52,6 +52,16 @@ def pixels(count: int, size: int = 32, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 
 
+def test_greys_of_16_bits_are_not_white(tmp_path: Path) -> None:
+    grey = pixels(1)[0, ..., 0]
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    with Image.open(tmp_path / "deep.png") as deep:
+        assert deep.mode == "I;16"
+        assert (np.asarray(data.rgb(deep)) == grey[..., None]).all()
+    read = data.Labelled("", [tmp_path / "deep.png"], [0], ("a",)).image(0)
+    assert (np.asarray(read) == grey[..., None]).all()
+
+
 def folder(root: Path, classes: tuple[str, ...] = CLASSES, each: int = 8, seed: int = 0, size: int = 32) -> Path:
     """CLASS/NN.png, the classes told apart by their colour."""
     for label, name in enumerate(classes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import re
 import shutil
@@ -133,13 +134,39 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "aht on cpu, answers at http://127.0.0.1:" in capsys.readouterr().out
     assert opened[0].startswith("http://127.0.0.1:")
     assert seen[0].hosts == {"127.0.0.1", "localhost", "::1"}
+    large = io.BytesIO()
+    Image.new("1", (8000, 5000)).save(large, "PNG")
+    with Image.open(large) as picture:  # PIL's warning is silent: the service refuses such a picture itself
+        assert picture.width * picture.height > Image.MAX_IMAGE_PIXELS
     tiny("evit").save_pretrained(tmp_path / "other")
-    (tmp_path / "names").write_text("cat\ndog\n")
+    (tmp_path / "names").write_text("\n".join(f"name {i}" for i in range(10)))
     cli.main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
     assert "evit on cpu" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["demo", str(tmp_path / "nowhere")])
     assert "no config.json" in capsys.readouterr().err
+    (tmp_path / "names").write_text("cat\ndog\n")
+    with pytest.raises(SystemExit):
+        cli.main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
+    assert "class_names: expected 10 names, one a line for each class, got 2" in capsys.readouterr().err
+
+
+def test_the_page_opens_at_the_models_budget() -> None:
+    model = demo_model()
+    for budget, start in ((None, 59), ("-33%", 33), (0.8 * model.calibration.static, 20), ("none", 59)):
+        model.budget = budget
+        with contextlib.closing(Service(model)) as service:
+            assert page.about(service)["dial"]["start"] == start
+
+
+def test_the_page_says_what_the_model_knows() -> None:
+    for model, names, said in (
+        (demo_model(), None, "10 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        (tiny("evit"), None, "10 classes, which have no names here"),
+        (tiny("evit", more={"num_classes": 1000}), [f"n{i}" for i in range(1000)], "1,000 classes: n0, n1, n2 …"),
+    ):
+        with contextlib.closing(Service(model, class_names=names)) as service:
+            assert page.about(service)["knows"] == said
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------
@@ -185,6 +212,7 @@ def test_the_page(width: int, scheme: str, browser: Any, live: Running) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert text("answer") == "3"
     assert text("wanted") == "−59\u00a0%"
+    assert "It knows 10 classes: 0, 1, 2" in text("about")
     # the budget, by keyboard: more work, other patches, other figures
     before, work = shown.pixels(), text("macs")
     page.locator("#budget").focus()
@@ -192,6 +220,7 @@ def test_the_page(width: int, scheme: str, browser: Any, live: Running) -> None:
     shown.until("document.getElementById('macs').textContent === '16.8 MMACs'")
     assert work != "16.8 MMACs"
     assert "±0" in text("wanted")
+    assert "±0" in text("macs-of")
     assert page.locator("#budget").get_attribute("aria-valuetext") == "static's work"
     assert text("now") == "Block 6 of 6 · 64 of 64 patches"
     full = shown.pixels()

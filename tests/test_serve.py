@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from conftest import pictures, tiny
@@ -92,6 +93,17 @@ def test_a_picture_is_turned_the_right_way_up(client: httpx.Client) -> None:
     exif[0x0112] = 6  # stored a quarter turn to the left
     upright.rotate(90).save(out, "PNG", exif=exif)
     both = client.post("/v1/classify", files=files(photo(3), out.getvalue())).json()["images"]
+    assert both[0] == both[1]
+
+
+def test_greys_of_16_bits_are_those_of_8(client: httpx.Client) -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
+    made = []
+    for array in (grey, grey.astype(np.uint16) * 257):
+        out = io.BytesIO()
+        Image.fromarray(array).save(out, "PNG")
+        made.append(out.getvalue())
+    both = client.post("/v1/classify", files=files(*made)).json()["images"]
     assert both[0] == both[1]
 
 

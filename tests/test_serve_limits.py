@@ -358,7 +358,7 @@ def test_mistakes_on_the_command_line(
     model.save_pretrained(place)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"Cannot listen on 127.0.0.1, port {port}: Address already in use." in failed(
+        assert f"Cannot listen on 127.0.0.1, port {port}: Address already in use. Choose another --port" in failed(
             capsys, place, "--port", port
         )
     assert "Cannot listen on nowhere.invalid" in failed(capsys, place, "--host", "nowhere.invalid")

@@ -515,10 +515,31 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert len(list(csv.DictReader(io.StringIO((out / "images.csv").read_text())))) == 4
     assert (out / "importance.csv").exists()
     names = tmp_path / "names.txt"
-    names.write_text("ant\nbee\n")
+    names.write_text("\n".join(["ant", "bee", *map(str, range(998))]))
     bare = ("--backbone", "test_vit", "--policy", "tome:r=2", "--img-size", 32, "--class-names", names)
     assert run("visualize", *bare, "--images", root / "0", "--out", out, "--shown", 1, "--device", "cpu") == 0
     assert "ToMe" in (out / "report.html").read_text()
+    names.write_text("ant\nbee\n")
+    assert "class_names: expected 1000 names" in refused(
+        capsys, "visualize", *bare, "--images", root / "0", "--out", out
+    )
+
+
+def test_the_command_at_a_budget(tmp_path: Path, capsys: Any) -> None:
+    root, model, out = folder(tmp_path / "d", ("0", "1"), each=1), tmp_path / "m", tmp_path / "out"
+    torch.manual_seed(0)
+    made = adaptivit.create("test_vit", "evit", img_size=32, num_classes=2)
+    start = ("visualize", model, "--images", root, "--out", out, "--shown", 1, "--device", "cpu")
+    made.save_pretrained(model)
+    assert "not calibrated" in refused(capsys, *start, "--budget", "-20%")
+    made.calibrate(torch.randn(1, 3, 32, 32))
+    made.save_pretrained(model)
+    cost = []
+    for more in ([], ["--budget", "-20%"], ["--max-macs", "-25%"]):
+        assert run(*start, *more) == 0
+        assert ("at a budget of -20%" in (out / "report.html").read_text()) == ("--budget" in more)
+        cost.append(float(next(csv.DictReader(io.StringIO((out / "images.csv").read_text())))["gmacs"]))
+    assert cost[0] > cost[1] > cost[2]
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import sys
 import threading
+import warnings
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -42,11 +44,12 @@ def serve(config: ServeConfig) -> None:
         config.budget,
         config.max_macs,
     )
+    model = build(chosen)
     service = Service(
-        build(chosen).to(device_of(config.device)),
+        model.to(device_of(config.device)),
         limits=config.limits,
         name=config.name,
-        class_names=names_of(config.class_names) if config.class_names else None,
+        class_names=names_of(config.class_names, model),
         batch_tokens=config.batch_tokens,
         batch_images=config.batch_images,
         wait=config.wait_ms / 1e3,
@@ -57,8 +60,7 @@ def serve(config: ServeConfig) -> None:
 def demo(config: DemoConfig) -> None:
     """adaptivit demo"""
     model = demo_model() if config.checkpoint is None else load(config.checkpoint).float()
-    names = names_of(config.class_names) if config.class_names else None
-    service = Service(model.to(device_of(config.device)), class_names=names)
+    service = Service(model.to(device_of(config.device)), class_names=names_of(config.class_names, model))
     run(service, config.host, config.port, token=_token(None), opened=config.open)
 
 
@@ -80,6 +82,7 @@ def run(
         raise
     local = host in LOOPBACK
     Image.MAX_IMAGE_PIXELS = service.limits.pixels  # PIL's own check, beside ours
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours refuses those; the log need not say it
     app = make_app(service, token=token, hosts=(*LOOPBACK, *hosts) if local else (), with_page=page)
     server = uvicorn.Server(_settings(app, service.limits))
     shown = f"[{host}]" if ":" in host else host
@@ -117,7 +120,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]
-        raise UserError(f"Cannot listen on {host}, port {port}: {why}.") from None
+        hint = " Choose another --port, or 0 for any free one." if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"Cannot listen on {host}, port {port}: {why}.{hint}") from None
 
 
 def _token(path: str | None) -> str | None:

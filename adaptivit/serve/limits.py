@@ -14,6 +14,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
+from ..data import rgb
 from ..serve_config import Limits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -88,7 +89,7 @@ def picture(data: bytes, what: str, limits: Limits) -> Image.Image:
     try:
         file = Image.open(io.BytesIO(data), formats=FORMATS)
         _check(file, what, limits)
-        made = ImageOps.exif_transpose(file).convert("RGB")
+        made = rgb(ImageOps.exif_transpose(file))
         _check(made, what, limits)
     except Refused:
         raise

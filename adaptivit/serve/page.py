@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..budget import Budget
+from ..device import device_name
 from ..factory import create
 from ..model import AdaptiveViT
 from ..pictures import COLOURS
@@ -36,6 +37,7 @@ _FILES = {"/": "index.html", "/style.css": "style.css", "/script.js": "script.js
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _TURNS = 4  # of a measurement, of which the best counts
 _SECONDS = 0.4  # that a turn may take
+_NAMED = 12  # classes that the page names, at most
 _COPIES = 32  # of an image, timed together, where there is time
 
 
@@ -86,7 +88,7 @@ def about(service: Service) -> dict[str, Any]:
     dial = None
     if curve is not None:
         shares = [point.macs / curve.static for point in curve.points]
-        own = curve.settings.macs / curve.static
+        own = _opening(model) / curve.static
         most = max(0, int(100 * (1 - shares[-1])))
         dial = {"most": most, "start": min(most, max(0, round(100 * (1 - own)))), "continuous": curve.continuous}
     patch = model.vit.patch_embed.patch_size
@@ -101,11 +103,29 @@ def about(service: Service) -> dict[str, Any]:
         "grid": [high, wide],
         "size": list(model.preprocessing.size),
         "classes": model.vit.num_classes,
+        "knows": _knows(service),
         "dial": dial,
         "examples": [name for name, _ in examples(service)],
         "colours": [[round(255 * c) for c in colour[:3]] for colour in colours],
         "megabytes": service.limits.max_upload,
     }
+
+
+def _opening(model: AdaptiveViT) -> float:
+    """MACs of the model's budget, or of its settings where it has none."""
+    curve, budget = model.calibration, model._budget
+    assert curve is not None
+    if budget is None or budget.free:
+        return curve.settings.macs
+    return curve.wanted(budget, device_name(next(model.parameters()).device))
+
+
+def _knows(service: Service) -> str:
+    """What the model tells apart, in words."""
+    count, names = service.model.vit.num_classes, service.names
+    if not names:
+        return f"{count:,} classes, which have no names here"
+    return f"{count:,} classes: " + (", ".join(names) if count <= _NAMED else f"{', '.join(names[:3])} …")
 
 
 async def _looked(

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..data import Images, Labelled, batches, for_evaluation, in_order
+from ..data import Images, Labelled, batches, for_evaluation, in_order, rgb
 from ..decision import Drop, Merge, Skip, Step, Trace
 from ..errors import DataError, UserError
 from ..model import AdaptiveViT
@@ -60,7 +60,7 @@ def gather(images: Any) -> Labelled | Tensor:
         return images
     several = isinstance(images, Sequence) and not isinstance(images, str)
     if several and images and all(isinstance(i, Image.Image) for i in images):
-        return Labelled("images", [np.asarray(i.convert("RGB")) for i in images], [0] * len(images), ("",))
+        return Labelled("images", [np.asarray(rgb(i)) for i in images], [0] * len(images), ("",))
     if isinstance(images, (str, Path)):
         return _files([images])
     if several and all(isinstance(i, (str, Path)) for i in images):
@@ -128,6 +128,7 @@ def look(
     return parts.seen(
         model=name or model.backbone_name or "ViT",
         policy=model.policy_name,
+        budget=model.budget,
         layers=model.shape.layers,
         grid=(-(-sides[0] // patch[0]), -(-sides[1] // patch[1])),
         names=known,

@@ -80,7 +80,8 @@ def _lead(seen: Seen) -> str:
         how = "Patches that are alike, or that little attention goes to, merge on the way: fewer tokens reach the end."
     else:
         how = "Every patch stops being computed when the model has seen enough of it."
-    return f"{seen.model}, policy {seen.policy}. {how}"
+    at = "" if seen.budget is None else f" at a budget of {seen.budget}"
+    return f"{seen.model}, policy {seen.policy}{at}. {how}"
 
 
 def _summary(found: Found) -> list[tuple[object, str]]:

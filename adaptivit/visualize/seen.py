@@ -71,6 +71,7 @@ class Seen:
     scores: Scores | None = None
     plans: Plans | None = None
     unreadable: int = 0
+    budget: str | None = None  # at which it ran, where it was not at the policy's settings
     source: Any = field(default=None, repr=False)  # of the pictures themselves
 
     def __len__(self) -> int:

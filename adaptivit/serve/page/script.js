@@ -136,7 +136,7 @@ function times(found) {
   $("how").textContent = `Work in multiply-accumulates. Time an image ${together}, measured here just now, in turns with the static model.`;
 }
 
-const signed = (share) => (share <= 0 ? "−" : "+") + percent(Math.abs(share));
+const signed = (share) => (Math.abs(share) < 0.005 ? "±" : share < 0 ? "−" : "+") + percent(Math.abs(share));
 
 function classes(found) {
   $("classes").classList.toggle("short", found.every((c) => c.name.length <= 2));
@@ -314,6 +314,7 @@ async function start() {
     $("about").textContent = `${info.method}, ${info.layers} blocks, ${patches} patches a picture. Move the budget, and see which ` +
       "patches leave when, and what the model says without them.";
     if (info.policy === "static") $("about").textContent = "This model is static: every patch goes through every block.";
+    $("about").textContent += ` It knows ${info.knows}.`;
     $("block").max = info.layers;
     $("canvas").style.aspectRatio = `${info.size[1]} / ${info.size[0]}`;
     $("budget").disabled = !info.dial;
