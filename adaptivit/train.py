@@ -182,7 +182,7 @@ def _probe(trainer: Trainer, val: Source) -> None:
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
         with trainer.accelerator.autocast():
             known = taught(trainer.teacher, trainer.objective, images, targets)
-        with trainer.whole() as model:
+        with trainer.whole() as model, trainer.accelerator.autocast():
             output = model(images, ask=trainer.objective.needs)
         for name, (_, term) in trainer.objective.terms.items():
             try:
@@ -204,6 +204,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
         optimizer = adamw(model, config)
     else:
         wrapped, optimizer = accelerator.prepare(model, adamw(model, config))
+        for name in ("forward", "_original_forward"):  # accelerate's autocast, which validation would run under too
+            vars(model).pop(name, None)
     mixup = None
     if config.mixup or config.cutmix:
         mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)
