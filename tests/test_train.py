@@ -217,6 +217,29 @@ def test_validation_is_in_full_precision_and_has_the_workers_too(
     assert workers[-2:] == [1, 1]  # training, validation
 
 
+def test_loaded_batches_can_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU, the loader's workers leave batches where it can fetch them without the host's waiting."""
+    seen: list[bool] = []
+    loader = data.DataLoader
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def made(*given: Any, **more: Any) -> Any:
+        seen.append(more.pop("pin_memory"))
+        return loader(*given, **more)
+
+    monkeypatch.setattr(data, "DataLoader", made)
+    images = data.Images(data.splits(folder(tmp_path))["all"], lambda _: torch.ones(3, 4, 4))
+    (batch,) = data.batches(images, [[0, 9]], workers=1)
+    tuple(data.batches(images, [[0, 9]]))
+    assert seen == [True, False]
+    pinned = batch.pin_memory()
+    assert pinned.images is not batch.images
+    assert torch.equal(pinned.images, batch.images)
+    assert torch.equal(pinned.labels, batch.labels)
+    assert torch.equal(pinned.indices, batch.indices)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_writes_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

@@ -99,10 +99,11 @@ def _caption(table: Table, rows: Sequence[Row]) -> list[str]:
 
 
 def versus(table: Table, known: Jobs, rows: Sequence[Row]) -> list[list[str]]:
-    """Each pair of the table over the seeds that both have."""
+    """Every run against the reference, and each pair of the table, over the seeds that both have."""
     good = {(row["method"], row["seed"]): row for row in rows if row["status"] == "ok"}
     found = []
-    for first, second in table.pairs:
+    static = [(run.name, table.reference) for run in table.runs if table.reference and run.name != table.reference]
+    for first, second in (*static, *table.pairs):
         seeds = [s for (name, s) in good if name == first and (second, s) in good]
         pairs = [[read_correct(known[name, s].correct) for name in (first, second)] for s in seeds]
         each = differences([(a, b) for a, b in pairs if a is not None and b is not None])
