@@ -131,7 +131,8 @@ def chance(mean: float, error: float) -> str:
 
 def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
     """Which images each row got right, in one small file: what the paired differences are made of."""
-    order, arrays = None, {}
+    order: list[int] | None = None
+    arrays: dict[str, Any] = {}
     for row in rows:
         result = read_correct(known[row["method"], row["seed"]].correct) if row["status"] == "ok" else None
         if result is not None and order in (None, result.indices):  # without a test split each seed has its own images
