@@ -76,16 +76,17 @@ def measure(
     entry: Entry,
     console: Console,
     adjust: Callable[[AdaptiveViT], dict[str, Any]] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> tuple[dict[str, Any], Result | None, str]:
     """Train where there are epochs to train, and evaluate: (row, result or nothing, text of an unexpected error).
 
-    adjust: changes the model before it is evaluated; what it returns goes into the row.
+    adjust: changes the model before it is evaluated; what it returns goes into the row. stop: see train.fit.
     """
     row = _head(config, entry)
     try:
         begun, resumed = time.perf_counter(), (entry.run / "config.json").exists()
         if config.epochs:
-            fit(replace(entry.training, resume=resumed))
+            fit(replace(entry.training, resume=resumed), stop=stop)
             if not resumed:  # a part of the time was spent in another call
                 row["seconds_training"] = round(time.perf_counter() - begun, 1)
         model = model_of(config, entry).to(device_of(config.device))

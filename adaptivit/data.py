@@ -280,6 +280,10 @@ class Loaded:
     indices: Tensor  # [B]
     unreadable: list[int]
 
+    def pin_memory(self) -> Loaded:
+        """The loader asks for it: from there a GPU fetches the images by itself, and the host does not wait."""
+        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
+
 
 def collate(samples: list[Sample]) -> Loaded:
     good = [s for s in samples if s.image is not None]
@@ -297,7 +301,14 @@ def batches(data: Images | OnDevice, order: Sequence[Sequence[int]], workers: in
     if not isinstance(data, Images):
         yield from data.batches(order)
         return
-    loader: DataLoader[Any] = DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+    pinned = workers > 0 and torch.cuda.is_available()
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        batch_sampler=order,  # type: ignore[arg-type]
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pinned,
+    )
     yield from loader
 
 

@@ -11,7 +11,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,12 @@ def objective(config: TrainConfig) -> Objective:
     )
 
 
-def fit(config: TrainConfig, show: bool = True) -> Result:
-    """Train as configured; returns the validation result of the model that was saved in OUT/model."""
+def fit(config: TrainConfig, show: bool = True, stop: Callable[[], bool] | None = None) -> Result:
+    """Train as configured; returns the validation result of the model that was saved in OUT/model.
+
+    stop: asked after every step, in a run of one process. When it says yes, a checkpoint is written and
+    KeyboardInterrupt raised; `resume` goes on from there.
+    """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # how often torchrun --max-restarts began again
     if restarts:
         _meet_again(config, restarts)
@@ -81,10 +85,10 @@ def fit(config: TrainConfig, show: bool = True) -> Result:
     if restarts and (Path(config.out) / "config.json").exists():
         config = replace(config, resume=True)
     with _peers(accelerator):
-        return _fit(config, accelerator, show)
+        return _fit(config, accelerator, show, stop or (lambda: False))
 
 
-def _fit(config: TrainConfig, accelerator: Accelerator, show: bool) -> Result:
+def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callable[[], bool]) -> Result:
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
@@ -132,7 +136,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool) -> Result:
                 refill(model, whole.state_dict())
         if trainer.average is not None:
             trainer.average = Average(model, config.ema)
-    return _loop(trainer, run, images, val, start, show)
+    return _loop(trainer, run, images, val, start, show, stop)
 
 
 def _divisible(config: TrainConfig, processes: int) -> None:
@@ -178,7 +182,7 @@ def _probe(trainer: Trainer, val: Source) -> None:
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
         with trainer.accelerator.autocast():
             known = taught(trainer.teacher, trainer.objective, images, targets)
-        with trainer.whole() as model:
+        with trainer.whole() as model, trainer.accelerator.autocast():
             output = model(images, ask=trainer.objective.needs)
         for name, (_, term) in trainer.objective.terms.items():
             try:
@@ -200,6 +204,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
         optimizer = adamw(model, config)
     else:
         wrapped, optimizer = accelerator.prepare(model, adamw(model, config))
+        for name in ("forward", "_original_forward"):  # accelerate's autocast, which validation would run under too
+            vars(model).pop(name, None)
     mixup = None
     if config.mixup or config.cutmix:
         mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)
@@ -230,7 +236,9 @@ def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
     return teacher.requires_grad_(False).eval()
 
 
-def _loop(trainer: Trainer, run: RunDirectory, images: Source, val: Source, start: int, show: bool) -> Result:
+def _loop(
+    trainer: Trainer, run: RunDirectory, images: Source, val: Source, start: int, show: bool, stop: Callable[[], bool]
+) -> Result:
     config, accelerator = trainer.config, trainer.accelerator
     per_epoch = len(images) // config.batch_size
     result: Result | None = None
@@ -245,12 +253,17 @@ def _loop(trainer: Trainer, run: RunDirectory, images: Source, val: Source, star
                 meter.step(step, losses, seen, config.batch_size / (now - begun), trainer)
                 begun = now
                 done = step + 1
-                if config.checkpoint_steps and done % config.checkpoint_steps == 0 and done % per_epoch:
+                due, stopped = config.checkpoint_steps and done % config.checkpoint_steps == 0, stop()
+                if done % per_epoch and (due or stopped):
                     losses.check_finite(step)
                     run.checkpoint(trainer, done)
+                if done % per_epoch and stopped:
+                    raise KeyboardInterrupt
             result = validate(trainer, val)
             meter.epoch(epoch, (epoch + 1) * per_epoch, result)
             run.checkpoint(trainer, (epoch + 1) * per_epoch)
+            if epoch + 1 < config.epochs and stop():
+                raise KeyboardInterrupt
     if result is None:  # a finished run was resumed
         result = validate(trainer, val)
     run.finish(trainer, result)
@@ -290,7 +303,7 @@ def validate(trainer: Trainer, val: Source) -> Result:
     with trainer.whole() as model:
         return evaluate(
             model,
-            data.batches(val, [batch for batch in mine if batch]),
+            data.batches(val, [batch for batch in mine if batch], trainer.config.workers),
             device=accelerator.device,
             shared=accelerator.num_processes > 1,
         )

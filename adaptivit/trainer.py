@@ -180,12 +180,13 @@ class Trainer:
             start, stop = (bisect.bisect_left(places, (k + i) * size) for i in (0, 1))
             if self.mixup is not None:
                 stop -= (stop - start) % 2
-            images, labels, weight = batch.images[start:stop].to(device), batch.labels[start:stop], 1.0
+            images, labels = batch.images[start:stop].to(device, non_blocking=True), batch.labels[start:stop]
+            weight = 1.0
             if start == stop:  # nothing could be read, but the other processes wait: a stand-in that counts for nothing
                 vit: Any = self.model.vit
                 images = torch.zeros(2, vit.in_chans, *self.model.preprocessing.size, device=device)
                 labels, weight = batch.labels.new_zeros(2), 0.0
-            targets = labels.to(device)
+            targets = labels.to(device, non_blocking=True)
             if self.mixup is not None and weight:
                 np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from there
                 images, targets = self.mixup(images, targets)

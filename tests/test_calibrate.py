@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 import adaptivit
 from adaptivit import data, device, dial, layouts
 from adaptivit.budget import Calibration, parse
-from adaptivit.calibrate import check, static_macs
+from adaptivit.calibrate import NEAR, check, static_macs
 from adaptivit.data import Images
 from adaptivit.dial import Turn
 from adaptivit.errors import UserError, WeightsError
@@ -88,6 +88,18 @@ def test_met_on_images_not_seen(case: str, count: int) -> None:
     (row,) = check(model, unseen, ["-20%"])
     assert abs(row.error) < 0.02
     assert row.point.live < 17
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [0.83, 0.67, 0.52])
+@pytest.mark.parametrize("case", ["aht", "avit"])
+def test_a_budget_is_met_on_the_images_of_the_curve(case: str, share: float) -> None:
+    name, more = CASES[case]
+    model, images = wild(name, **more), pictures(48, seed=3)
+    model.calibrate(images, f"{100 * (share - 1):.4g}%")
+    # one token of one image in one block
+    least = 1.5 / (len(images) * model.shape.tokens * model.shape.layers)
+    assert met(model, images) == pytest.approx(share, abs=max(NEAR, least))
 
 
 @pytest.mark.parametrize("case", COUNTS)

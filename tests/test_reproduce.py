@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -29,7 +34,7 @@ from adaptivit.evaluate import paired_difference
 from adaptivit.files import write_json
 from adaptivit.methods import full_spec
 from adaptivit.recipes import RECIPES
-from adaptivit.reproduce import TABLES, Run, Table, execute, tables
+from adaptivit.reproduce import TABLES, Run, Table, execute, report, tables
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
 
@@ -319,6 +324,12 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
         points = list(csv.DictReader(file))
     assert {(p["method"], p["seed"], p["epoch"]) for p in points} >= {("EViT", "3", "1"), ("EViT", "3", "2")}
     assert (tmp_path / "work" / ".gitignore").read_text() == "*\n"
+    with np.load(tmp_path / "out" / "correct.npz") as file:
+        assert len(file.files) == 1 + sum(row["status"] == "ok" for row in rows.values())
+        for (name, seed), row in rows.items():
+            if row["status"] == "ok":
+                hits = np.unpackbits(file[f"{name}, seed {seed}"], count=len(file["indices"]))
+                assert 100 * hits.mean() == pytest.approx(float(row["top1"]), abs=1e-3)
 
     launched.clear()
     assert run(*given) == 1
@@ -358,7 +369,7 @@ def test_the_digits_table_cut_to_seconds(tmp_path: Path, small: Path, launched: 
         ("act:bias=-1", 0.6),
     ],
 )
-def test_a_knob_is_set_for_the_share(tmp_path: Path, small: Path, method: str, share: float) -> None:
+def test_a_budget_is_calibrated_for_the_share(tmp_path: Path, small: Path, method: str, share: float) -> None:
     table = Table("knob", "", "", (Run("x", method, train=False, share=share),), "", shared={"backbone": "test_vit"})
     given = {"table": "knob", "data": str(small), "weights": str(static(tmp_path / "s")), "device": "cpu"}
     TABLES["knob"] = table
@@ -368,18 +379,17 @@ def test_a_knob_is_set_for_the_share(tmp_path: Path, small: Path, method: str, s
     finally:
         del TABLES["knob"]
     assert row["status"] == "ok", row["reason"]
-    knob = job_module.KNOBS[method.partition(":")[0]][0]
-    assert f"{knob}=" in row["settings"]
-    # set on 8 images of noise, measured on 24 others; one block of an image is 2 % of all
+    assert f"for a budget of -{100 - 100 * share:g}%" in row["settings"]
+    # calibrated on 8 images of noise, measured on 24 others; one block of an image is 2 % of all
     assert float(row["gmacs_share"]) == pytest.approx(share, abs=0.15)
 
 
-def test_a_policy_without_a_knob_is_a_failed_row(tmp_path: Path, small: Path) -> None:
+def test_a_budget_that_cannot_be_met_is_a_failed_row(tmp_path: Path, small: Path) -> None:
     jobs = planned("cifar100-main", data=str(small), weights=str(static(tmp_path / "s")), work=str(tmp_path / "work"))
-    job = replace(jobs["static"], trains=False, share=0.5)
+    job = replace(jobs["static"], trains=False, share=0.01)
     row = job_module.run(replace(job, training=replace(job.training, backbone="test_vit", img_size=32, device="cpu")))
     assert row["status"] == "failed"
-    assert "has no knob" in row["reason"]
+    assert "below the least" in row["reason"]
 
 
 def test_as_many_at_a_time_as_asked_for(
@@ -409,12 +419,103 @@ def test_as_many_at_a_time_as_asked_for(
     monkeypatch.setattr(execute, "launch", lambda job, at_a_time: Slow(job))
     monkeypatch.setattr(execute, "read_correct", lambda path: path.exists() or None)
     monkeypatch.setattr(execute, "_report", lambda *given, **more: [])
-    monkeypatch.setattr(execute, "screen", lambda *given: None)
     monkeypatch.setattr(execute, "_POLL", 0.0)
     assert run(*words("tiny", small, tmp_path), "--jobs", 3, "--device", "cpu") == 1
     assert max(map(len, seen)) == 3
     assert all(live == {"static"} for live in seen if "static" in live)
     assert "its process ended with code 7; see" in capsys.readouterr().err
+
+
+# -- a limited time -------------------------------------------------------------------------------------------------
+def test_no_time_at_all_writes_what_is_finished(
+    tmp_path: Path, small: Path, tiny: Table, launched: list[str], capsys: Any
+) -> None:
+    given = (*words("tiny", small, tmp_path), "--device", "cpu")
+    assert run(*given, "--minutes", 0) == 75
+    assert "7 of 7 rows are not finished" in capsys.readouterr().err
+    assert launched == []
+    assert not (tmp_path / "out").exists()
+    assert run(*given, "--only", "EViT") == 0
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(tmp_path / "work" / "runs")  # no weights are needed for the table
+    launched.clear()
+    assert run(*given, "--minutes", 0) == 75
+    assert launched == []
+    assert set(rows_of(tmp_path)) == {("static", 0), ("EViT", 0)}
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "5 of 7 rows have not been run" in text
+    assert "--minutes" not in text
+    assert "minutes: expected at least 0" in refused(capsys, *given, "--minutes", -1)
+
+
+def test_when_the_time_is_up_jobs_are_asked_to_stop_and_those_that_got_done_count(
+    tmp_path: Path, small: Path, tiny: Table, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    asked: list[str] = []
+
+    class Slow(Done):
+        def __init__(self, job: Job) -> None:
+            super().__init__(75)
+            self.job = job
+
+        def poll(self) -> Any:
+            return 0 if self.job.name == "static" else None
+
+        def terminate(self) -> None:
+            asked.append(self.job.name)
+
+        def wait(self, timeout: float = 0.0) -> int:
+            assert timeout <= 20
+            if self.job.name == "EViT":  # was at its end
+                job_module.run(self.job)
+            return self.returncode
+
+    def launch(job: Job, at_a_time: int) -> Slow:
+        if job.name == "static":
+            job_module.run(job)
+        return Slow(job)
+
+    now = itertools.count(0, 4)  # seconds, one look at the clock after the other
+    monkeypatch.setattr(execute, "launch", launch)
+    monkeypatch.setattr(execute, "_POLL", 0.0)
+    monkeypatch.setattr("adaptivit.reproduce.execute.time.monotonic", lambda: next(now))
+    config = {"table": "tiny", "data": str(small), "weights": "none", "device": "cpu", "jobs": 2, "minutes": 1.0}
+    places = {"out": str(tmp_path / "out"), "work": str(tmp_path / "work")}
+    rows = execute.execute(ReproduceConfig(**config, **places))
+    assert asked == ["trained on", "EViT"]
+    assert [row["method"] for row in rows] == ["static", "EViT"]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert "trained on, seed 0: stopped; the same command goes on" in capsys.readouterr().err
+    assert set(rows_of(tmp_path)) == {("static", 0), ("EViT", 0)}
+
+
+# -- paired ---------------------------------------------------------------------------------------------------------
+def test_pairs_are_tested_image_by_image() -> None:
+    draw = np.random.default_rng(0)
+
+    def result(right: Any, order: Any) -> Any:
+        return SimpleNamespace(correct=[bool(right[i]) for i in order], indices=[int(i) for i in order])
+
+    count = 4000
+    first, second = (draw.random((2, count)) < share for share in (0.85, 0.83))  # two seeds each
+    order = draw.permutation(count)
+    pairs = [(result(first[s], range(count)), result(second[s], order)) for s in (0, 1)]
+    each = report.differences(pairs)
+    assert each.mean() == pytest.approx(100 * (first.mean() - second.mean()))
+    # one seed: the z of the paired differences is McNemar's, (b - c) / sqrt(b + c), up to 1 / n
+    one = report.differences(pairs[:1])
+    b, c = int((first[0] & ~second[0]).sum()), int((~first[0] & second[0]).sum())
+    error = one.std(ddof=1) / math.sqrt(count)
+    assert one.mean() / error == pytest.approx((b - c) / math.sqrt(b + c), rel=2e-3)
+    assert float(report.chance(one.mean(), error)) == pytest.approx(
+        math.erfc(abs(b - c) / math.sqrt(2 * (b + c))), rel=0.06
+    )
+    # two seeds: the interval is that of a bootstrap over images
+    means = each[draw.integers(0, count, (2000, count))].mean(1)
+    assert each.std(ddof=1) / math.sqrt(count) == pytest.approx(means.std(), rel=0.06)
+    assert report.chance(0.0, 0.0) == "1"
+    assert report.chance(5.0, 0.5) == "< 0.0001"
+    assert len(report.differences([])) == 0
 
 
 # -- processes of their own -----------------------------------------------------------------------------------------
@@ -458,6 +559,31 @@ def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Pat
     # the command itself finds the row that was finished under its key
     assert run(*given, *stand_in) == 0
     assert "finished before, not run again" in capsys.readouterr().err
+
+
+def test_asked_to_end_jobs_write_a_checkpoint_first(tmp_path: Path, small: Path) -> None:
+    """Whatever step it was at: the log ends where the checkpoint does."""
+    given = (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set", "backbone=test_vit")
+    more = ("img_size=32", "batch_size=2", "epochs=4000", "log_steps=1")
+    command = [sys.executable, "-m", "adaptivit", *map(str, (*given, *more))]
+    log = tmp_path / "said.txt"
+    with log.open("wb") as file:
+        parent = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(120) == 130
+    finally:
+        parent.kill()
+        parent.wait()
+    said = log.read_text()
+    assert "stopped; the same command goes on with it" in said
+    assert "interrupted; the same command goes on" in said
+    spec = next((tmp_path / "work" / "rows").glob("*.job"))
+    assert not _alive(str(spec))
+    steps = [json.loads(line)["step"] for line in (place / "log.jsonl").read_text().splitlines()]
+    assert torch.load(place / "checkpoint" / "training.pt", weights_only=True)["step"] == steps[-1]
+    assert "Fatal" not in next((tmp_path / "work" / "logs").glob("*.log")).read_text()
 
 
 def _alive(word: str) -> bool:

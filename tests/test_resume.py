@@ -9,16 +9,19 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tyro
 from safetensors.torch import load_file
 from test_data import SMALL, refused, split_folder, train
 
 import adaptivit
-from adaptivit.train import Trainer
+from adaptivit.config import TrainConfig
+from adaptivit.train import Trainer, fit
 
 pytestmark = pytest.mark.xdist_group("resume")  # one run that all compare with
 
@@ -165,6 +168,21 @@ def test_interrupted_by_hand_and_resumed(whole: Any, tmp_path: Path, capsys: Any
     assert train(whole[0], tmp_path, *HARD, "--resume") == 0
     assert_same_weights(weights(tmp_path), whole[1])
     assert_clean_log(tmp_path)
+
+
+@pytest.mark.parametrize("after", [4, 6])
+def test_asked_to_stop_it_leaves_a_checkpoint_of_that_very_step(whole: Any, tmp_path: Path, after: int) -> None:
+    """In the middle of an epoch of 3 steps, and at its end, where validation comes first."""
+    out = tmp_path / "out"
+    words = ["--data", whole[0], "--out", out, "--device", "cpu", *SMALL, *HARD]
+    config = tyro.cli(TrainConfig, args=[str(w) for w in words])
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, show=False, stop=lambda: sum(r["kind"] == "train" for r in log(out)) >= after)
+    assert torch.load(out / "checkpoint" / "training.pt", weights_only=True)["step"] == after
+    assert [r["epoch"] for r in log(out) if r["kind"] == "validation"] == list(range(1, after // 3 + 1))
+    fit(replace(config, resume=True), show=False)
+    assert_same_weights(weights(out), whole[1])
+    assert_clean_log(out)
 
 
 def test_resuming_a_finished_run_changes_nothing(whole: Any, tmp_path: Path, capsys: Any) -> None:

@@ -18,9 +18,10 @@ from test_data import SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
 import adaptivit
-from adaptivit import optimise, settings
+from adaptivit import data, optimise, settings
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
+from adaptivit.model import AdaptiveViT
 from adaptivit.recipes import RECIPES, get
 from adaptivit.train import Trainer, fit, objective
 
@@ -188,6 +189,55 @@ def test_precision_can_change_between_runs_of_one_process(tmp_path: Path) -> Non
     config = TrainConfig(str(where), "test_vit", "static", img_size=32, epochs=1, batch_size=8, device="cpu")
     assert fit(replace(config, out=str(tmp_path / "first"), precision="fp32"), show=False).images == 12
     assert fit(replace(config, out=str(tmp_path / "out"), precision="bf16"), show=False).images == 12
+
+
+def test_validation_is_in_full_precision_and_has_the_workers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training runs under bf16 autocast, validation as the saved model will."""
+    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    forward, workers, batches = AdaptiveViT.forward, [], data.batches
+
+    def watched(self: AdaptiveViT, *given: Any, **more: Any) -> Any:
+        output = forward(self, *given, **more)
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # not the look before the first step
+            dtypes[self.training].add(output.logits.dtype)
+        return output
+
+    def loaded(images: Any, order: Any, given: int = 0) -> Any:
+        workers.append(given)
+        return batches(images, order, given)
+
+    monkeypatch.setattr(AdaptiveViT, "forward", watched)
+    monkeypatch.setattr(data, "batches", loaded)
+    where = split_folder(tmp_path / "in")
+    config = TrainConfig(str(where), "test_vit", "static", img_size=32, epochs=1, batch_size=8, device="cpu")
+    fit(replace(config, out=str(tmp_path / "out"), precision="bf16", workers=1), show=False)
+    assert dtypes == {True: {torch.bfloat16}, False: {torch.float32}}
+    assert workers[-2:] == [1, 1]  # training, validation
+
+
+def test_loaded_batches_can_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU, the loader's workers leave batches where it can fetch them without the host's waiting."""
+    seen: list[bool] = []
+    loader = data.DataLoader
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def made(*given: Any, **more: Any) -> Any:
+        seen.append(more.pop("pin_memory"))
+        return loader(*given, **more)
+
+    monkeypatch.setattr(data, "DataLoader", made)
+    images = data.Images(data.splits(folder(tmp_path))["all"], lambda _: torch.ones(3, 4, 4))
+    (batch,) = data.batches(images, [[0, 9]], workers=1)
+    tuple(data.batches(images, [[0, 9]]))
+    assert seen == [True, False]
+    pinned = batch.pin_memory()
+    assert pinned.images is not batch.images
+    assert torch.equal(pinned.images, batch.images)
+    assert torch.equal(pinned.labels, batch.labels)
+    assert torch.equal(pinned.indices, batch.indices)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -3,12 +3,13 @@
 WORK/runs/      the run directory of every training
 WORK/rows/      what finished rows measured, by key: KEY.json and KEY.npz (which images were right)
 WORK/logs/      what each job said
-OUT/            results.csv, results.md, pareto.png, curves.csv and curves.png
+OUT/            results.csv, results.md, correct.npz, pareto.png, curves.csv and curves.png
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,23 +27,34 @@ from .plan import Job, ReproduceConfig, plan
 from .report import screen, write
 
 _POLL = 0.2  # seconds
+_LEAVE = 20.0  # seconds that jobs have for their last checkpoint
 
 
-def execute(config: ReproduceConfig) -> list[Row]:
-    """Run what is missing and write the results; returns all rows, failed ones too."""
+def execute(config: ReproduceConfig, begun: float | None = None) -> list[Row]:
+    """Run what is missing and write the results; returns all rows, failed ones too, but for those that --minutes left
+    no time for. begun: when these minutes began, as time.monotonic() has it; default: now."""
     from ..compare_plan import report_images
     from .job import compare_config
 
-    jobs, console = plan(config), Console(stderr=True)
+    jobs, console, end = plan(config), Console(stderr=True), _end(config, begun)
     report_images(compare_config(jobs[0]), jobs[0].seed)  # what is wrong with the data is said before anything runs
     _keep_out_of_git(Path(config.work))
-    batch = _Batch(config, jobs, console, lambda found: _report(config, found, plots=False))
+    batch = _Batch(config, jobs, console, end, lambda found: _report(config, found, plots=False))
     try:
         batch.run()
     finally:
         rows = _report(config, batch.rows)
-    screen(config.what, rows)
-    return [batch.rows[job.key] | {"method": job.name} for job in jobs]
+    if rows:
+        screen(config.what, rows)
+    return [batch.rows[job.key] | {"method": job.name} for job in jobs if job.key in batch.rows]
+
+
+def _end(config: ReproduceConfig, begun: float | None) -> float:
+    """When jobs are asked to stop, so that all is done after --minutes."""
+    if config.minutes is None:
+        return math.inf
+    seconds = 60 * config.minutes
+    return (time.monotonic() if begun is None else begun) + max(0.9 * seconds, seconds - 1.5 * _LEAVE)
 
 
 def _report(config: ReproduceConfig, found: dict[str, Row], plots: bool = True) -> list[Row]:
@@ -92,6 +104,7 @@ class _Batch:
     config: ReproduceConfig
     jobs: list[Job]
     console: Console
+    end: float  # of time.monotonic()
     report: Callable[[dict[str, Row]], Any]  # called whenever a row has come
     rows: dict[str, Row] = field(default_factory=dict)  # by key; failed ones too
     running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = field(default_factory=dict)
@@ -106,7 +119,7 @@ class _Batch:
             elif all(job.key != other.key for other in waiting):  # two names for one thing
                 waiting.append(job)
         try:
-            while waiting or self.running:
+            while (waiting or self.running) and time.monotonic() < self.end:
                 waiting = [job for job in waiting if not self._begin(job)]
                 self._collect()
         finally:
@@ -134,15 +147,20 @@ class _Batch:
         if not ended:
             time.sleep(_POLL)
         for job, process in ended:
-            del self.running[job.key]
-            _close(process)
-            row = finished(job)
-            if row is not None:
-                self.rows[job.key] = row
-                self._say(job, f"top-1 {float(row['top1']):.2f} %, {float(row['gmacs']):.4g} GMACs")
-            else:
-                self._failed(job, _reason(job, process.returncode))
+            self._take(job, process)
+        if ended:
             self.report(self.rows)
+
+    def _take(self, job: Job, process: subprocess.Popen[bytes]) -> None:
+        """The result of a job that has ended."""
+        del self.running[job.key]
+        _close(process)
+        row = finished(job)
+        if row is not None:
+            self.rows[job.key] = row
+            self._say(job, f"top-1 {float(row['top1']):.2f} %, {float(row['gmacs']):.4g} GMACs")
+        else:
+            self._failed(job, _reason(job, process.returncode))
 
     def _failed(self, job: Job, reason: str) -> None:
         known = {"model": job.training.backbone, "method": job.name, "seed": job.seed, "recipe": job.key}
@@ -150,15 +168,22 @@ class _Batch:
         self._say(job, f"failed: {reason}", "red")
 
     def _stop(self) -> None:
+        """Ask those that run to write a checkpoint and end; take the results of those that were done."""
         for _, process in self.running.values():
             process.terminate()
-        for _, process in self.running.values():
+        last = time.monotonic() + _LEAVE
+        for job, process in list(self.running.values()):
             try:
-                process.wait(10)
+                process.wait(max(0.0, last - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            _close(process)
+            if finished(job) is not None or job.row.exists():
+                self._take(job, process)
+            else:
+                _close(process)
+                self._say(job, "stopped; the same command goes on with it")
+        self.running.clear()
 
     def _say(self, job: Job, what: str, style: str | None = None) -> None:
         number = next(i for i, other in enumerate(self.jobs, start=1) if other is job)

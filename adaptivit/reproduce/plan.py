@@ -60,6 +60,9 @@ class ReproduceConfig:
     """key=value for every row, a setting of train, e.g. epochs=1 batch_size=64."""
     jobs: int = 1
     """Rows at a time, each in a process of its own; several small models fill a large GPU."""
+    minutes: float | None = None
+    """Stop after so many: rows that run write a checkpoint, and the same command goes on with them. 0: run nothing,
+    write the results of what is finished."""
     split: Literal["auto", "val", "test"] = "auto"
     """Images of the report; auto: test, else val, else what training held out. Use val for choosing."""
     limit: int | None = None
@@ -76,6 +79,8 @@ class ReproduceConfig:
         _at_least("workers", self.workers, 0)
         if self.limit is not None:
             _at_least("limit", self.limit, 1)
+        if self.minutes is not None:
+            _at_least("minutes", self.minutes, 0)
         for seed in self.seeds:
             _at_least("seeds", seed, 0)
         if not self.table and any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)):
@@ -113,7 +118,7 @@ class ReproduceConfig:
         words = ["adaptivit", "reproduce", self.what.name]
         for f in dataclasses.fields(self)[1:]:
             value = getattr(self, f.name)
-            if f.name not in ("only", "dry_run") and value != f.default:
+            if f.name not in ("only", "dry_run", "minutes") and value != f.default:
                 several = value if isinstance(value, tuple) else (value,)
                 words += ["--" + f.name.replace("_", "-"), *map(str, several)]
         return shlex.join(words)

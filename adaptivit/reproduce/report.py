@@ -1,18 +1,23 @@
-"""What a table has found: results.csv, results.md, pareto.png, and curves over the epochs where the table has some."""
+"""What a table has found: results.csv, results.md, correct.npz, pareto.png, and curves over the epochs where the table
+has some."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from ..compare_results import COLUMNS, Row, add_differences, read_correct, write_rows
 from ..compare_table import failures, grid, headings, lines, means, points
 from ..compare_table import screen as table_of
+from ..evaluate import Result
 from ..files import write_bytes, write_text
 from ..pareto import pareto
 from .curves import Curve, draw
@@ -31,6 +36,7 @@ def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list
     good = [row for row in rows if row["status"] == "ok"]
     curves = _curves(table, jobs) if table.curves else []
     write_text(out / "results.md", markdown(config, table, known, rows, bool(curves)))
+    _write_correct(out / "correct.npz", known, rows)
     if good and plots:
         detail = f"{table.name}, {int(good[0]['images']):,} images"
         write_bytes(out / "pareto.png", pareto(points(good), detail=detail, reference=table.reference))
@@ -63,10 +69,11 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
     if pairs:
         text += [
             "",
-            "The first minus the second on the same images, mean of the seeds, with its 95 % interval over the",
+            "The first minus the second on the same images, mean of the seeds, with its 95 % interval and two-sided p "
+            "over the images (not over seeds, and not corrected for the number of lines):",
+            "",
         ]
-        text += ["images (seeds are not in it):", ""]
-        text += grid(["method", "against", "seeds", "points", "share", "its share"], pairs)
+        text += grid(["method", "against", "seeds", "points", "p", "share", "its share"], pairs)
     if any(row["status"] == "ok" for row in rows):
         text += ["", "![Accuracy against cost](pareto.png)"]
     if curves:
@@ -92,26 +99,49 @@ def _caption(table: Table, rows: Sequence[Row]) -> list[str]:
 
 
 def versus(table: Table, known: Jobs, rows: Sequence[Row]) -> list[list[str]]:
-    """Each pair of the table over the seeds that both have: differences averaged over the seeds image by image."""
+    """Every run against the reference, and each pair of the table, over the seeds that both have."""
     good = {(row["method"], row["seed"]): row for row in rows if row["status"] == "ok"}
     found = []
-    for first, second in table.pairs:
+    static = [(run.name, table.reference) for run in table.runs if table.reference and run.name != table.reference]
+    for first, second in (*static, *table.pairs):
         seeds = [s for (name, s) in good if name == first and (second, s) in good]
-        differences: dict[int, list[float]] = {}
-        for seed in seeds:
-            a, b = (read_correct(known[name, seed].correct) for name in (first, second))
-            assert a is not None
-            assert b is not None
-            other = dict(zip(b.indices, b.correct, strict=True))
-            for i, hit in zip(a.indices, a.correct, strict=True):
-                differences.setdefault(i, []).append(100.0 * (hit - other[i]))
-        if len(differences) > 1:
-            each = [statistics.mean(d) for d in differences.values()]
-            half = 1.96 * statistics.stdev(each) / math.sqrt(len(each))
+        pairs = [[read_correct(known[name, s].correct) for name in (first, second)] for s in seeds]
+        each = differences([(a, b) for a, b in pairs if a is not None and b is not None])
+        if len(each) > 1:
+            mean, error = float(each.mean()), float(each.std(ddof=1)) / math.sqrt(len(each))
             shares = [statistics.mean(float(good[n, s]["gmacs_share"]) for s in seeds) for n in (first, second)]
-            cells = [f"{statistics.mean(each) + 0.0:+.2f} ± {half:.2f}", *(f"{100 * share:.1f} %" for share in shares)]
-            found.append([first, second, str(len(seeds)), *cells])
+            cells = [f"{mean + 0.0:+.2f} ± {1.96 * error:.2f}", chance(mean, error)]
+            found.append([first, second, str(len(seeds)), *cells, *(f"{100 * share:.1f} %" for share in shares)])
     return found
+
+
+def differences(pairs: Sequence[tuple[Result, Result]]) -> np.ndarray[Any, Any]:
+    """[images] points of the first minus the second, mean over the pairs (one a seed), of images that all have."""
+    known = [dict(zip(r.indices, r.correct, strict=True)) for pair in pairs for r in pair]
+    common = [i for i in known[0] if all(i in other for other in known)] if known else []
+    hits = np.array([[one[i] for i in common] for one in known], float)  # [2 pairs, images]
+    return 100 * (hits[::2] - hits[1::2]).mean(0) if common else np.empty(0)
+
+
+def chance(mean: float, error: float) -> str:
+    """Two-sided p of a difference as far from 0 as this one, were there none: of a normal distribution."""
+    p = math.erfc(abs(mean) / error / math.sqrt(2)) if error else 1.0
+    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+
+
+def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
+    """Which images each row got right, in one small file: what the paired differences are made of."""
+    order: list[int] | None = None
+    arrays: dict[str, Any] = {}
+    for row in rows:
+        result = read_correct(known[row["method"], row["seed"]].correct) if row["status"] == "ok" else None
+        if result is not None and order in (None, result.indices):  # without a test split each seed has its own images
+            order = result.indices
+            arrays[f"{row['method']}, seed {row['seed']}"] = np.packbits(np.array(result.correct, bool))
+    if order is not None:
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, indices=np.array(order), **arrays)
+        write_bytes(path, buffer.getvalue())
 
 
 def _curves(table: Table, jobs: Sequence[Job]) -> list[Curve]:

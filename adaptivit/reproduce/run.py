@@ -18,7 +18,7 @@ class Run:
     start: str = ""  # the run of the same seed whose model it starts from; default: --weights
     weights: str = ""  # a name in the folder --weights; default: the backbone's; `none` for random ones
     train: bool = True  # else the model is evaluated as it is
-    share: float | None = None  # its knob is set on validation images so that it costs this share of static's MACs
+    share: float | None = None  # a budget of static's MACs, calibrated on validation images
     paper: str = ""  # what the paper reports
 
 
