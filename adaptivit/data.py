@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,9 +32,18 @@ SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
 
+def _turned(image: Image.Image) -> bool:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
+    except Exception:  # a camera's faulty note does not make the picture unreadable
+        return False
+
+
 def rgb(image: Image.Image) -> Image.Image:
-    """The image in three channels of 8 bits. PIL cuts greys of 16 bits off at 255, and all is white; here they keep
-    their upper 8, as those of coloured images of 16 bits do."""
+    """The image upright, as its EXIF says, in three channels of 8 bits. PIL cuts greys of 16 bits off at 255, and all
+    is white; here they keep their upper 8, as those of coloured images of 16 bits do."""
+    if _turned(image):
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")

@@ -88,6 +88,23 @@ def npz(path: Path, **changes: Any) -> Path:
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
+def test_photos_are_turned_upright(tmp_path: Path) -> None:
+    """As the service does: a picture of a telephone has one answer. A faulty note changes nothing."""
+    upright = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 4, 3), dtype=np.uint8))
+    for number, transpose in (
+        (3, Image.Transpose.ROTATE_180),
+        (6, Image.Transpose.ROTATE_90),
+        (8, Image.Transpose.ROTATE_270),
+        (99, None),
+    ):
+        exif = Image.Exif()
+        exif[0x0112] = number
+        stored = upright if transpose is None else upright.transpose(transpose)
+        stored.save(tmp_path / "photo.png", exif=exif)
+        with Image.open(tmp_path / "photo.png") as photo:
+            assert np.array_equal(np.asarray(data.rgb(photo)), np.asarray(upright)), number
+
+
 def test_a_folder_with_splits_is_read_as_it_is(tmp_path: Path) -> None:
     split_folder(tmp_path)
     folder(tmp_path / "test", each=2, seed=2)

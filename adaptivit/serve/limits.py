@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from ..data import rgb
 from ..serve_config import Limits
@@ -89,7 +89,7 @@ def picture(data: bytes, what: str, limits: Limits) -> Image.Image:
     try:
         file = Image.open(io.BytesIO(data), formats=FORMATS)
         _check(file, what, limits)
-        made = rgb(ImageOps.exif_transpose(file))
+        made = rgb(file)
         _check(made, what, limits)
     except Refused:
         raise
