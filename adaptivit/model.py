@@ -151,7 +151,8 @@ class AdaptiveViT(nn.Module):
 
     def _choose(self, layout: str, device: torch.device) -> layouts.Choice:
         refusal = "training" if self.training else fused.refusal(self.vit, next(self.parameters()).dtype, device)
-        return layouts.choose(layout, training=self.training, device=device, equal=self.policy.equal, refusal=refusal)
+        equal = self.policy.equal_in_training if self.training else self.policy.equal
+        return layouts.choose(layout, training=self.training, device=device, equal=equal, refusal=refusal)
 
     def capture(
         self,

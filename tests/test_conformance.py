@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
 import adaptivit
@@ -28,6 +29,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "aht",
         {"feature": "worth", "leave": "fold", "decide": "between", "spare": 1, "gate": "layer"}
         | {"gamma": 2.0, "beta": -1.0, "straight_through": True, "sample": (0.5, 0.9)},
+    ),
+    "aht, sharp": (
+        "aht",
+        {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 20.0, "beta": -5.0, "plan_weight": 3.0}
+        | {"straight_through": True, "slope": "logit", "tau": 0.5},
     ),
     "aht, planner alone": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "none", "planner_width": 0.25}),
     "aht, class token": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "class", "feature": "class_row"}),
@@ -175,3 +181,25 @@ def test_a_leaking_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Masked, "attend", leak)
     with pytest.raises(AssertionError, match="masked against packed"):
         check_policy("avit", gate_scale=1.0, gate_center=1.0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "given"),
+    [("static", {}), ("fold", {"keep": 0.8}), ("tome", {"r": 2}), ("evit", {"keep": 0.6}), ("mod", {}), ("amod", {})],
+)
+def test_equal_policies_train_on_gathered_with_the_gradients_of_masked(policy: str, given: Any, training: bool) -> None:
+    images, found = pictures(5), []
+    model = tiny(policy, more={"depth": 5}, **given).train(training)
+    for layout in ("auto", "masked"):
+        model.zero_grad()
+        out = model(images, layout=layout)
+        assert out.layout == ("gathered" if layout == "auto" else "masked")
+        out.logits.square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in found[1].items():
+        assert_close(found[0][name], gradient, 1e-5 * max(1.0, float(gradient.abs().max())))
+
+
+def test_a_policy_that_differs_in_training_trains_on_masked() -> None:
+    assert tiny("dynamicvit").train()(pictures(3)).layout == "masked"

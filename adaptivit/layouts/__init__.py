@@ -42,8 +42,8 @@ class Choice:
 def choose(name: str, *, training: bool, device: torch.device, equal: bool, refusal: str | None) -> Choice:
     """The layout of that name; `auto` is a compact one where its rows pay for moving them.
 
-    Gradients of absent keys (straight-through halting) exist on `masked` alone, so training runs there. A policy that
-    keeps equally many tokens in every image (`equal`) has fixed shapes and runs on `gathered`. `refusal` says why the
+    A policy that keeps equally many tokens in every image (`equal`) has fixed shapes and runs on `gathered`. Gradients
+    of absent keys (straight-through halting) exist on `masked` alone, so others train there. `refusal` says why the
     fused kernels cannot run (fused.refusal): without them, a packed batch on a GPU attends length by length and waits
     for every count, which costs more than it saves.
     """
@@ -52,10 +52,10 @@ def choose(name: str, *, training: bool, device: torch.device, equal: bool, refu
     why = "asked for"
     fused = not training and refusal is None
     if name == "auto":
-        if training:
-            name, why = "masked", "training: gradients of absent tokens exist there alone"
-        elif equal:
+        if equal:
             name, why = "gathered", "the policy keeps as many tokens in every image"
+        elif training:
+            name, why = "masked", "training: gradients of absent tokens exist there alone"
         elif device.type == "cpu" or fused:
             name, why = "packed", "images differ in length, and rows that left are not computed"
         else:

@@ -32,7 +32,7 @@ class State:
 
 
 class AMoD(Policy):
-    equal = True
+    equal = equal_in_training = True
     dial = "capacity"
 
     def __init__(self, settings: AMoDSettings, shape: Shape) -> None:

@@ -25,6 +25,7 @@ class Policy(nn.Module):
 
     offers: frozenset[str] = frozenset()  # facts it can be asked for though they do not act
     equal = False  # it keeps equally many tokens in every image, in evaluation mode: `gathered` can run it
+    equal_in_training = False  # and in training mode too, with no gradient through those that left
     pools_remaining = False  # a pooling head reads the tokens that are left, not the last value of every token
     prefix_stays = False  # class, distillation and register tokens never leave
     evidence_gradient = False  # whether attention and keys that it looks at carry a gradient

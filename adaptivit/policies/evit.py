@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class EViT(Policy):
     """State: the number of patches left, the same in every image."""
 
-    equal = True
+    equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
     evidence_gradient = True  # the fused patch is a sum with attention as weights

@@ -41,7 +41,7 @@ class State:
 
 
 class Fold(Policy):
-    equal = True
+    equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
 

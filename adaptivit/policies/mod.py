@@ -43,7 +43,7 @@ def sit_out(score: Tensor, view: View, capacity: float, gate: Tensor | None = No
 
 
 class MoD(Policy):
-    equal = True
+    equal = equal_in_training = True
     dial = "capacity"
 
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Static(Policy):
     """Answers nothing, or that everything leaves after block `depth`."""
 
-    equal = True
+    equal = equal_in_training = True
     dial = "depth"
 
     def __init__(self, settings: StaticSettings, shape: Shape) -> None:

@@ -49,7 +49,7 @@ class State:
 
 
 class ToMe(Policy):
-    equal = True
+    equal = equal_in_training = True
     dial = "r"
     pools_remaining = True
 
