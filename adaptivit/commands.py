@@ -270,7 +270,9 @@ def export(config: ExportConfig) -> None:
 
     model = load(config.checkpoint).float()
     images = pictures_for(model, prediction.find_images(config.images)[:64]) if config.images else None
-    done = write(model, config.out, format=config.format, kind=config.kind, images=images, tolerance=config.tolerance)
+    kind, tolerance = config.kind, config.tolerance
+    with Console(stderr=True).status("tracing the model, then comparing; a minute or two"):
+        done = write(model, config.out, format=config.format, kind=kind, images=images, tolerance=tolerance)
     print(
         f"wrote {done.path}: {config.format}, {done.kind}, {done.size / 1e6:.1f} MB; on {done.images} images the "
         f"largest difference of a logit is {done.difference:.2g}, "
