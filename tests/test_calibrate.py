@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import data, device, dial, layouts
+from adaptivit import calibrate_report, data, device, dial, layouts
 from adaptivit.budget import Calibration, parse
 from adaptivit.calibrate import check, static_macs
 from adaptivit.data import Images
@@ -86,6 +87,29 @@ def test_met_on_images_not_seen(case: str, count: int) -> None:
     (row,) = check(model, unseen, ["-20%"])
     assert abs(row.error) < 0.02
     assert row.point.live < 17
+
+
+@pytest.mark.parametrize("case", ["confidence", "aht"])
+@torch.no_grad()
+def test_it_knows_how_well_a_budget_is_met(case: str) -> None:
+    """The spread is that of the images' costs, and budgets are missed by about as much as the curve says."""
+    name, more = CASES[case]
+    model = wild(name, **more)
+    images = pictures(512, seed=11)
+    missed = []
+    for start in range(0, 192, 24):
+        curve = model.calibrate(images[start : start + 24], "-33%")
+        wanted = 0.67 * curve.static
+        error = curve.error(wanted)
+        missed.append((met(model, images[192:]) / 0.67 - 1) / error)
+        assert (curve.doubt("-33%") is None) == (error <= 0.02)
+    assert sum(abs(m) <= 1 for m in missed) >= 6  # of 8; 19 of 20 in the long run, of new images without end
+    assert max(map(abs, missed)) < 2.5
+    at = curve.points[len(curve.points) // 2]
+    shift = torch.full((24,), at.knob)
+    macs = model._run(model._choose("auto", images.device), images[168:192], turn=Turn(model.policy, shift)).macs
+    assert at.spread == pytest.approx(float(macs.std()), rel=0.2)
+    assert model.calibrate(images[:1]).points[0].spread is None  # one image says nothing of it
 
 
 @pytest.mark.parametrize("case", COUNTS)
@@ -366,6 +390,33 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert cost[0] > cost[1] > cost[2]
     assert run("evaluate", "--data", photos, "--checkpoint", tmp_path / "m", "--budget", "-20%") == 0
     assert "against static" in capsys.readouterr().out
+
+
+def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where images differ in cost, as many as 2 % need, and a note with their number where there are not so many."""
+    for name, value in (("FIRST", 8), ("LEAST", 12), ("MOST", 40)):
+        monkeypatch.setattr(calibrate_report, name, value)
+    torch.manual_seed(0)
+    wild("confidence").save_pretrained(tmp_path / "m")
+    images = (pictures(100, seed=12) * 40 + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    np.savez(tmp_path / "many.npz", x=images)
+    np.savez(tmp_path / "some.npz", x=images[:30])
+
+    def note(*more: object) -> tuple[str, int]:
+        assert run("calibrate", tmp_path / "m", "--budget", "-33%", *more) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        curve = adaptivit.load(tmp_path / "m").calibration
+        assert ("note: -33% is met within about ±" in said) == (curve.error(0.67 * curve.static) > 0.02)
+        return said, curve.images
+
+    said, count = note("--data", tmp_path / "many.npz")
+    assert count == 40
+    assert "±" in said.partition("expected")[2]
+    assert "would bring it to ±2 %" in said
+    assert note("--data", tmp_path / "some.npz")[1] == 15  # all there are, in two halves
+    assert note("--data", tmp_path / "many.npz", "--limit", "10")[1] == 10
+    header, first, *_ = (tmp_path / "m" / "calibration.csv").read_text().splitlines()
+    assert float(dict(zip(header.split(","), first.split(","), strict=True))["gmacs_sd"]) >= 0
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
