@@ -229,6 +229,9 @@ class Calibration:
         numbers = [x for p in made.points for x in (p.knob, p.macs, p.live, p.spread or 0.0)]
         if not numbers or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError("the calibration has no curve")
+        kinds = isinstance(made.continuous, bool) and all(type(n) is int and n > 0 for n in (made.tokens, made.images))
+        if not kinds or not isinstance(made.static, (int, float)) or not 0 < made.static < math.inf:
+            raise ValueError("the calibration is not what was written")
         if any(a.macs <= b.macs for a, b in zip(made.points, made.points[1:], strict=False)):
             raise ValueError("the calibration's curve does not fall")
         return made

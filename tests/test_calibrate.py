@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, pictures, shared, tiny
+from conftest import TINY, assert_close, pictures, shared, tiny
 from plain import wild
 from test_conformance import CASES
 from test_data import folder, refused, run
@@ -281,6 +281,53 @@ def test_saved_and_loaded(case: str, tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match="Damaged checkpoint"):
         adaptivit.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"knob": "keep"},
+        {"continuous": False},
+        {"continuous": "yes"},
+        {"tokens": 26},
+        {"static": "1"},
+        {"static": 0},
+        {"images": 0},
+        {"images": None},
+        {"points": [{"knob": 0.0, "macs": float("nan"), "live": 3.0}]},
+        {"points": [{"knob": 0.0, "macs": 1.0}]},
+        {"budget": "3 parsecs"},
+        {"other": 1},
+    ],
+)
+def test_a_curve_that_was_tampered_with_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    """Not taken on, by load and by create alike; nor is a limit that is none."""
+    calibrated("aht").save_pretrained(tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    for odd in (config | {"calibration": config["calibration"] | change}, config | {"max_macs": [3]}):
+        path.write_text(json.dumps(odd))
+        for use in (adaptivit.load, lambda place: adaptivit.create(TINY, "aht", weights=place, **CASES["aht"][1])):
+            if use is not adaptivit.load and "tokens" in change:
+                continue  # there, that is another image size (below)
+            with pytest.raises(WeightsError, match=r"config\.json"):
+                use(tmp_path / "m")
+
+
+@pytest.mark.parametrize("case", ["aht", "evit"])
+def test_a_curve_belongs_to_one_image_size_and_head(case: str, tmp_path: Path) -> None:
+    """The weights of a checkpoint at another size, or with another head, are not calibrated."""
+    name, more = CASES[case]
+    model = calibrated(case)
+    model.budget, model.max_macs = "-25%", "-10%"
+    model.save_pretrained(tmp_path / "m")
+    same = adaptivit.create(TINY, name, weights=tmp_path / "m", **more)
+    assert (same.budget, same.max_macs) == ("-25%", "-10%")
+    larger = adaptivit.create(TINY, name, weights=tmp_path / "m", img_size=48, **more)
+    assert (larger.calibration, larger.budget) == (None, None)
+    assert larger.max_macs == ("-10%" if case == "aht" else None)  # what needs no curve holds
+    other = adaptivit.create(TINY, name, weights=tmp_path / "m", num_classes=3, **more)
+    assert other.calibration is None
 
 
 @torch.no_grad()
