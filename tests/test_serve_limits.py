@@ -161,9 +161,9 @@ def test_bad_v2_requests(client: httpx.Client) -> None:
         ({"inputs": [good], "id": "\ud800"}, 422, "id: expected a printable string"),
         ({"inputs": [good], "parameters": {"budget": "much"}}, 422, "budget: expected"),
         ({"inputs": [good], "parameters": {"budget": 10**400}}, 422, "budget: expected"),
-        ({"inputs": [good | {"data": [10**400] * 3072}]}, 422, "expected 3072 numbers"),
+        ({"inputs": [good | {"data": [10**400] + [0] * 3071}]}, 422, "expected 3072 numbers"),
         ({"inputs": [good | {"data": [0.5] * 3071 + [10**400]}]}, 422, "expected 3072 numbers"),
-        ({"inputs": [good | {"data": [0.5] * 3071 + [10**39]}]}, 422, "finite numbers"),
+        ({"inputs": [good | {"data": [0.5] * 3071 + [10**39]}]}, 422, "expected 3072 numbers"),
     ]
     for request, status, words in cases:
         answer = client.post(
@@ -197,13 +197,22 @@ def test_every_answer_has_the_headers(client: httpx.Client) -> None:
 
 
 # -- too much, too slow ---------------------------------------------------------------------------------------------
+class Gate(threading.Event):
+    """What a model waits at, and whether it has come there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @pytest.fixture
-def slow(model: Any) -> Iterator[tuple[Running, threading.Event]]:
+def slow(model: Any) -> Iterator[tuple[Running, Gate]]:
     """A service whose model waits until it may go."""
     service = Service(model, limits=Limits(max_images=4, max_queue=4, max_requests=3, timeout=1.5), wait=0.0)
-    go, run = threading.Event(), service.batcher._pass
+    go, run = Gate(), service.batcher._pass
 
     def wait(batch: list[Job]) -> Any:
+        go.reached.set()
         assert go.wait(20)
         return run(batch)
 
@@ -213,10 +222,11 @@ def slow(model: Any) -> Iterator[tuple[Running, threading.Event]]:
         go.set()
 
 
-def test_a_full_queue_is_429(slow: tuple[Running, threading.Event]) -> None:
+def test_a_full_queue_is_429(slow: tuple[Running, Gate]) -> None:
     found, go = slow
     with httpx.Client(base_url=found.address, timeout=20) as client, ThreadPoolExecutor(2) as pool:
         first = pool.submit(client.post, "/v1/classify", files=files(photo()))
+        assert go.reached.wait(10)
         second = pool.submit(client.post, "/v1/classify", files=files(*[photo()] * 3))
         for _ in range(200):
             if found.service.batcher.waiting == 3:
@@ -229,7 +239,7 @@ def test_a_full_queue_is_429(slow: tuple[Running, threading.Event]) -> None:
         assert first.result().status_code == second.result().status_code == 200
 
 
-def test_too_many_requests_at_once_are_429(slow: tuple[Running, threading.Event]) -> None:
+def test_too_many_requests_at_once_are_429(slow: tuple[Running, Gate]) -> None:
     found, go = slow
     with httpx.Client(base_url=found.address, timeout=20) as client, ThreadPoolExecutor(3) as pool:
         under_way = [pool.submit(client.post, "/v1/classify", files=files(photo())) for _ in range(3)]
@@ -245,7 +255,7 @@ def test_too_many_requests_at_once_are_429(slow: tuple[Running, threading.Event]
         assert [one.result().status_code for one in under_way] == [200] * 3
 
 
-def test_time_out(slow: tuple[Running, threading.Event]) -> None:
+def test_time_out(slow: tuple[Running, Gate]) -> None:
     found, go = slow
     with httpx.Client(base_url=found.address, timeout=20) as client:
         late = client.post("/v1/classify", files=files(photo()))
@@ -281,7 +291,7 @@ def closed(line: socket.socket) -> float:
     return time.monotonic() - begun
 
 
-def test_nobody_holds_a_connection_for_nothing(slow: tuple[Running, threading.Event]) -> None:
+def test_nobody_holds_a_connection_for_nothing(slow: tuple[Running, Gate]) -> None:
     """Silent ones, heads that come byte by byte, and answers that nobody fetches; while requests go on."""
     found, go = slow
     go.set()

@@ -19,7 +19,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._late: asyncio.TimerHandle | None = None
+        self._late: asyncio.TimerHandle | None = None  # for a request, or for its answer to be read
+        self._full: asyncio.TimerHandle | None = None  # for room to write
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,6 +31,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._written()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -43,6 +45,19 @@ class Connection(H11Protocol):
         super().on_response_complete()
         if not self.cycle.response_complete:
             self._stop()  # that was here already
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._full = self.loop.call_later(self.limits.timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._written()
+        super().resume_writing()
+
+    def _written(self) -> None:
+        if self._full is not None:
+            self._full.cancel()
+            self._full = None
 
     def _wait(self) -> None:
         self._late = self.loop.call_later(self.limits.timeout, self.transport.abort)
