@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from .errors import UserError
 
 FORMS = "'0.8 GMACs', '-33%' (less than static) or '3 ms'"
 STEP = 0.06  # of static's MACs: two neighbours further apart are a step, with nothing between them
+GOAL = 0.02  # of a budget: how well it is to be met on images that the curve has not seen
 _SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _FORM = re.compile(r"([+-]?\d*\.?\d+(?:e[+-]?\d+)?)\s*(?:(%)|([kmgt]?)macs?|(ms))", re.IGNORECASE)
 
@@ -44,9 +46,13 @@ def parse(given: object, what: str = "budget") -> Budget:
     if isinstance(given, Budget):
         return given
     if isinstance(given, (int, float)) and not isinstance(given, bool):
-        if not (math.isfinite(given) and given > 0):
-            raise UserError(f"{what}: expected a number of MACs > 0, or {FORMS}, got {given!r}.")
-        return Budget(f"{float(given):.15g} MACs", macs=float(given))
+        try:
+            number = float(given)
+        except OverflowError:  # whole numbers have no end
+            number = math.inf
+        if not (math.isfinite(number) and number > 0):
+            raise UserError(f"{what}: expected a number of MACs > 0, or {FORMS}, got {number:g}.")
+        return Budget(f"{number:.15g} MACs", macs=number)
     text = given.strip().replace("−", "-") if isinstance(given, str) else ""
     if text.lower() == "none":
         return Budget("none")
@@ -81,6 +87,7 @@ class Point:
     knob: float
     macs: float
     live: float  # tokens that enter a block, mean over the blocks
+    spread: float | None = None  # standard deviation of an image's MACs; None: not known (one image, or an older curve)
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,53 @@ class Calibration:
             return cheap.knob
         return cheap.knob + (dear.knob - cheap.knob) * min(1.0, (macs - cheap.macs) / gap)
 
+    def error(self, macs: float) -> float | None:
+        """How far the mean over many new images of the same kind may be from a budget of `macs`, as a share of it: two
+        standard errors of the mean over the calibration images, so that 19 of 20 calibrations do better. None where the
+        spread is not known; 0 where every image costs the same."""
+        if not self.continuous:
+            return 0.0
+        spread = self._spread(macs)
+        return None if spread is None else 2 * spread / math.sqrt(self.images) / macs
+
+    def needed(self, macs: float, goal: float = GOAL) -> int | None:
+        """How many calibration images would bring the error down to `goal`."""
+        error = self.error(macs)
+        return None if error is None else max(2, math.ceil(self.images * (error / goal) ** 2))
+
+    def _spread(self, macs: float) -> float | None:
+        """Of the images' costs where their mean is `macs`: on the line between two points."""
+        points = self.points
+        below = min(bisect.bisect_left(points, -macs, key=lambda p: -p.macs), len(points) - 1)
+        cheap, dear = points[below], points[max(below - 1, 0)]
+        if cheap.spread is None or dear.spread is None:
+            return None
+        share = 0.0 if dear is cheap else min(1.0, max(0.0, (macs - cheap.macs) / (dear.macs - cheap.macs)))
+        return cheap.spread + share * (dear.spread - cheap.spread)
+
+    def tenths(self) -> list[str]:
+        """-10%, -20% ... as far as the dial goes."""
+        return [f"-{s}%" for s in range(10, 100, 10) if 1 - s / 100 >= self.points[-1].macs / self.static]
+
+    def doubt(self, budget: str | float | None = None, device: str = "") -> str | None:
+        """A line that says so where a budget (without one: any tenth that the dial can reach) may be missed by more
+        than GOAL on new images, with the number of images that would do. `device` is for budgets in ms."""
+        asked = self.tenths() if budget is None else [budget]
+        wanted = [one for one in map(parse, asked) if not one.free]
+        targets = [(one.text, self.wanted(one, device)) for one in wanted]
+        if not targets or not self.continuous:
+            return None
+        images = f"{self.images:,} image{'s' * (self.images != 1)}"
+        if any(self.error(macs) is None for _, macs in targets):
+            return f"how well a budget is met on new images is not known from {images}; calibrate on more."
+        error, text, macs = max((self.error(macs) or 0.0, text, macs) for text, macs in targets)
+        if error <= GOAL:
+            return None
+        return (
+            f"{text} is met within about ±{100 * error:.1f} % on new images: they differ in cost, and the curve is of "
+            f"{images}; about {_round_up(self.needed(macs) or 0):,} would bring it to ±{100 * GOAL:g} %."
+        )
+
     def _macs_of(self, budget: Budget, device: str) -> float:
         latency = self.latency
         assert budget.ms is not None
@@ -181,9 +235,12 @@ class Calibration:
                 "latency": latency,
             }
         )
-        numbers = [x for p in made.points for x in (p.knob, p.macs, p.live)]
+        numbers = [x for p in made.points for x in (p.knob, p.macs, p.live, p.spread or 0.0)]
         if not numbers or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError("the calibration has no curve")
+        kinds = isinstance(made.continuous, bool) and all(type(n) is int and n > 0 for n in (made.tokens, made.images))
+        if not kinds or not isinstance(made.static, (int, float)) or not 0 < made.static < math.inf:
+            raise ValueError("the calibration is not what was written")
         if any(a.macs <= b.macs for a, b in zip(made.points, made.points[1:], strict=False)):
             raise ValueError("the calibration's curve does not fall")
         return made
@@ -211,5 +268,14 @@ def falling(points: Sequence[Point], continuous: bool) -> tuple[Point, ...]:
 
 
 def _mean(pool: Sequence[Point]) -> Point:
-    n = len(pool)
-    return Point(sum(p.knob for p in pool) / n, sum(p.macs for p in pool) / n, sum(p.live for p in pool) / n)
+    if len(pool) == 1:
+        return pool[0]
+    knob, macs, live = (statistics.fmean(v) for v in zip(*((p.knob, p.macs, p.live) for p in pool), strict=True))
+    spreads = [p.spread for p in pool if p.spread is not None]
+    return Point(knob, macs, live, statistics.fmean(spreads) if len(spreads) == len(pool) else None)
+
+
+def _round_up(number: int) -> int:
+    """To two digits: it is an estimate."""
+    step: int = 10 ** max(0, len(str(number)) - 2)
+    return -(-number // step) * step

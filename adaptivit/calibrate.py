@@ -42,23 +42,23 @@ Progress = Callable[[int, int], None]
 
 
 class Meter:
-    """Mean cost over images at a position of the dial; `step` is told of every batch."""
+    """Mean cost and its spread over images at a position of the dial; `step` is told of every batch."""
 
     def __init__(self, model: AdaptiveViT, batches: Sequence[Tensor], step: Callable[[], None] | None = None) -> None:
         self.model, self.batches, self.step = model, batches, step
 
     @torch.inference_mode()
     def __call__(self, position: float | None) -> Point:
-        macs, live, images = 0.0, 0.0, 0
+        macs, live = [], []
         weight, run = next(self.model.parameters()), _at(self.model, position)
         for batch in self.batches:
             output = run(batch.to(weight.device, weight.dtype))
-            macs += float(output.macs_deployed.sum())
-            live += float(output.trace.live.double().mean(0).sum())
-            images += len(batch)
+            macs += output.macs_deployed.tolist()
+            live += output.trace.live.double().mean(0).tolist()
             if self.step is not None:
                 self.step()
-        return Point(0.0 if position is None else position, macs / images, live / images)
+        spread = statistics.stdev(macs) if len(macs) > 1 else None
+        return Point(position or 0.0, statistics.fmean(macs), statistics.fmean(live), spread)
 
 
 def calibrate(
@@ -229,11 +229,6 @@ def check(
     found = [Check(text, position, macs, meter(position)) for text, position, macs in targets if position is not None]
     model.train(training)
     return found
-
-
-def reachable(curve: Calibration) -> list[str]:
-    """-10%, -20% ... as far as the dial goes."""
-    return [f"-{s}%" for s in range(10, 100, 10) if 1 - s / 100 >= curve.points[-1].macs / curve.static]
 
 
 def _counted(progress: Progress, total: int) -> Callable[[], None]:

@@ -17,10 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from . import __version__, data
+from . import __version__, data, dial
 from . import budget as budgets
-from .budget import Calibration
-from .calibrate import Check, check, reachable
+from .budget import Calibration, Point
+from .calibrate import Check, check
+from .calibrate import Progress as Progressing
 from .checkpoint import read_config
 from .commands import device_of, signed_percent
 from .config import CalibrateConfig
@@ -32,34 +33,36 @@ from .files import new_directory, write_bytes, write_json, write_text
 from .model import AdaptiveViT
 from .predict import find_images
 
+FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cost, and for the curve
+
 
 def run(config: CalibrateConfig) -> None:
     """The command."""
     if config.budget is not None:
         budgets.parse(config.budget)  # a mistake is said before anything runs
     model, device = load(config.checkpoint).float(), device_of(config.device)
-    images = _images(config.data)
-    if config.check is None:
-        seen, unseen = _halves(images, config.limit)
-    else:
-        seen, unseen = images.spread(config.limit), _images(config.check).spread(config.limit)
+    images, others = _images(config.data), None if config.check is None else _images(config.check)
     model = model.to(device)
-    first, second = (_tensors(model, part, config) for part in (seen, unseen))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("calibrate", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        limit = config.limit or _enough(model, images, config, progress)
+        seen, unseen = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))
+        first, second = (_tensors(model, part, config) for part in (seen, unseen))
         curve = model.calibrate(
             first,
             config.budget,
             batch_size=config.batch_size,
             latency_batch=config.latency_batch,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
         own = [] if config.budget is None or budgets.parse(config.budget).free else [config.budget]
-        asked = list(dict.fromkeys([*own, *reachable(curve)]))
-        rows = check(
-            model, second, asked, config.batch_size, lambda n, total: bar.update(task, completed=n, total=total)
-        )
+        asked = list(dict.fromkeys([*own, *curve.tenths()]))
+        rows = check(model, second, asked, config.batch_size, progress)
     place = Path(config.out or config.checkpoint)
     _store(config, curve, model, rows)
     console = Console(width=None if Console().is_terminal else 110)
@@ -69,10 +72,27 @@ def run(config: CalibrateConfig) -> None:
     print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
 
 
+def _enough(model: AdaptiveViT, images: Labelled, config: CalibrateConfig, progress: Progressing) -> int:
+    """How many images the curve is to be measured on, by how much a few of them differ in cost."""
+    if dial.fixes_counts(model.policy) or len(images) <= LEAST:
+        return LEAST
+    few = _tensors(model, images.spread(FIRST), config)
+    curve = model.calibrate(few, batch_size=config.batch_size, progress=progress)
+    device = device_name(next(model.parameters()).device)
+    own = None if config.budget is None else budgets.parse(config.budget)
+    if own is not None and own.ms is None and not own.free:
+        goals = [curve.wanted(own, device)]
+    else:
+        goals = [curve.wanted(budgets.parse(tenth), device) for tenth in curve.tenths()]
+    needed = max((curve.needed(macs) or LEAST for macs in goals), default=LEAST)
+    return min(max(round(1.2 * needed), LEAST), MOST)  # the spread of so few is an estimate itself
+
+
 def _images(source: str) -> Labelled:
     """Images whose labels do not matter; not the test split where there is another."""
     try:
-        found = data.splits(source)
+        npz = source.endswith(".npz") and Path(source).is_file()
+        found = data.unlabelled(Path(source)) if npz else data.splits(source)
     except DataError:
         if not Path(source).is_dir():
             raise
@@ -129,14 +149,19 @@ def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
             f"milliseconds hold for {curve.latency.images} of {curve.latency.dtype} on {curve.latency.device}, "
             f"{curve.latency.layout}: {slow:.3g} ms down to {fast:.3g} ms"
         )
+    device = next(model.parameters()).device
+    doubt = curve.doubt(model.budget, device_name(device))
+    if doubt is not None:
+        said.append(f"note: {doubt}")
     if model.budget is not None:
-        said.append(f"budget {model.budget}: {curve.knob} = {model._position(next(model.parameters()).device):.5g}")
+        said.append(f"budget {model.budget}: {curve.knob} = {model._position(device):.5g}")
     return said
 
 
 def table(curve: Calibration, rows: Sequence[Check], images: int, config: CalibrateConfig) -> Table:
     made = Table(title=f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others")
-    for name in ("budget", curve.knob, "live tokens", "GMACs asked for", "GMACs", "against static", "error"):
+    names = ("budget", curve.knob, "live tokens", "GMACs asked for", "GMACs", "against static", "error", "expected")
+    for name in names:
         made.add_column(name, justify="right")
     for row in rows:
         made.add_row(
@@ -147,14 +172,22 @@ def table(curve: Calibration, rows: Sequence[Check], images: int, config: Calibr
             f"{row.point.macs / 1e9:.4f}",
             signed_percent(row.point.macs / curve.static - 1),
             f"{100 * row.error:+.2f} %",
+            _expected(curve, row.wanted),
         )
     return made
+
+
+def _expected(curve: Calibration, macs: float) -> str:
+    """How well a budget is met on new images, by what the curve knows of itself."""
+    error = curve.error(macs)
+    return "?" if error is None else f"±{100 * error:.2f} %" if curve.continuous else "a step"
 
 
 def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, model: AdaptiveViT) -> str:
     """The curve's points, then the budgets checked on unseen images."""
     out = io.StringIO()
-    names = ("kind", "budget", "knob", "position", "live", "gmacs_asked", "gmacs", "gmacs_static", "error")
+    names = ("kind", "budget", "knob", "position", "live", "gmacs_asked", "gmacs", "gmacs_sd", "gmacs_static")
+    errors = ("error", "expected_error")
     where = {
         "images": curve.images,
         "data": config.data,
@@ -165,10 +198,11 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
         "adaptivit": __version__,
         "torch": torch.__version__,
     }
-    writer = csv.DictWriter(out, fieldnames=[*names, *where], lineterminator="\n")
+    writer = csv.DictWriter(out, fieldnames=[*names, *errors, *where], lineterminator="\n")
     writer.writeheader()
     lines: list[dict[str, Any]] = [
-        {"kind": "curve", "position": p.knob, "live": p.live, "gmacs": p.macs / 1e9} for p in curve.points
+        {"kind": "curve", "position": p.knob, "live": p.live, "gmacs": p.macs / 1e9, "gmacs_sd": _sd(p)}
+        for p in curve.points
     ]
     lines += [
         {
@@ -178,7 +212,9 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
             "live": row.point.live,
             "gmacs_asked": row.wanted / 1e9,
             "gmacs": row.point.macs / 1e9,
+            "gmacs_sd": _sd(row.point),
             "error": row.error,
+            "expected_error": curve.error(row.wanted),
         }
         for row in rows
     ]
@@ -186,6 +222,10 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
         full = {"knob": curve.knob, "gmacs_static": curve.static / 1e9} | line | where
         writer.writerow({k: f"{v:.8g}" if isinstance(v, float) else v for k, v in full.items()})
     return out.getvalue()
+
+
+def _sd(point: Point) -> float | None:
+    return None if point.spread is None else point.spread / 1e9
 
 
 def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> bytes:

@@ -256,8 +256,9 @@ class CalibrateConfig:
     """Write a new checkpoint directory; default: add to the one that was given."""
     check: str | None = None
     """Images to check the curve on; default: every second one of --data, which the curve then does not see."""
-    limit: int = 512
-    """At most so many images for the curve, and as many to check it."""
+    limit: int | None = None
+    """At most so many images for the curve, and as many to check it. Default: as many as the budget (without one: every
+    tenth) needs to be met within 2 % on new images, where there are so many; 512 at least and 2,048 at most."""
     latency_batch: int | None = None
     """Also measure milliseconds, of a batch of so many images on this device; 1 for a budget in ms."""
     batch_size: int = 32
@@ -268,11 +269,11 @@ class CalibrateConfig:
     """Data-loading processes."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "batch_size"):
-            _at_least(name, getattr(self, name), 1)
+        _at_least("batch_size", self.batch_size, 1)
         _at_least("workers", self.workers, 0)
-        if self.latency_batch is not None:
-            _at_least("latency_batch", self.latency_batch, 1)
+        for name in ("limit", "latency_batch"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,15 @@ def _folder(path: Path) -> Labelled:
     return Labelled(str(path), items, labels, tuple(classes))
 
 
+def unlabelled(path: Path) -> dict[str, Labelled]:
+    """The splits of an .npz file whose labels do not matter, and need not be there."""
+    arrays = _npz(path)
+    images = {k: v for k, v in arrays.items() if k in ("x", "train_x", "val_x", "test_x")}
+    return arrays_of(
+        images | {f"{k[:-1]}y": np.zeros(len(np.atleast_1d(v)), np.int64) for k, v in images.items()}, path
+    )
+
+
 def arrays_of(arrays: dict[str, Any], path: Path) -> dict[str, Labelled]:
     """The splits that these arrays hold: train_x, train_y and so on."""
     found: dict[str, tuple[Any, Any]] = {}

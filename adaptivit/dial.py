@@ -89,13 +89,33 @@ def checked_limit(model: AdaptiveViT, given: object, tokens: int) -> float | Non
 
 
 def restore(model: AdaptiveViT, calibration: dict[str, Any] | None, max_macs: str | None) -> None:
-    """What a checkpoint says. A budget in milliseconds is settled when the model runs: it knows its device then."""
+    """What a checkpoint says; ValueError where its curve is none of this model's. A budget in milliseconds is settled
+    when the model runs: it knows its device then."""
     if calibration is not None:
         model.calibration = Calibration.from_config(calibration)
+        _check_curve(model, model.calibration)
         if model.calibration.budget is not None:
             model._budget = budgets.parse(model.calibration.budget)
     if max_macs is not None:
         model.max_macs = max_macs
+
+
+def _check_curve(model: AdaptiveViT, found: Calibration) -> None:
+    policy = model.policy
+    if found.knob != policy.dial or found.continuous == fixes_counts(policy):
+        raise ValueError(f"the calibration is of {found.knob!r}, the dial of {model.policy_name} is {policy.dial!r}")
+    if found.tokens != model.shape.tokens:
+        raise ValueError(f"the calibration is of {found.tokens} tokens, the model has {model.shape.tokens}")
+
+
+def fitting(
+    model: AdaptiveViT, calibration: dict[str, Any] | None, max_macs: str | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """What of a checkpoint's curve and limit holds for its weights at another image size: no curve, and no limit that
+    needs one."""
+    if not isinstance(calibration, dict) or calibration.get("tokens") == model.shape.tokens:
+        return calibration, max_macs
+    return None, None if fixes_counts(model.policy) else max_macs
 
 
 def fixes_counts(policy: Policy) -> bool:

@@ -95,9 +95,9 @@ def load(directory: str | Path) -> AdaptiveViT:
         vit = build_backbone(described.get("name") or described["kwargs"], **described["changes"])
         model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
         _describe(model, config)
-        dial.restore(model, config.get("calibration"), config.get("max_macs"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
+    _restore(model, config.get("calibration"), config.get("max_macs"), path)
     checkpoint.fill(model, stored.state, stored.source, exact=True)
     stored.check_digest()
     if model.shape.heads_out and model.class_names and len(model.class_names) != model.shape.classes:
@@ -130,6 +130,16 @@ def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
     model.class_names = config.get("class_names")
     model.whole = Shape(**config["whole"]) if config.get("whole") else None
     model.preprocessing = Preprocessing.from_config(config["preprocessing"])
+
+
+def _restore(model: AdaptiveViT, calibration: Any, max_macs: Any, path: Path) -> None:
+    """The curve, the budget and the limit of a checkpoint."""
+    try:
+        dial.restore(model, calibration, max_macs)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
+    except UserError as error:
+        raise WeightsError(f"{path}: {error}") from None
 
 
 def _from_directory(
@@ -173,8 +183,9 @@ def _from_directory(
         own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
         checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
         model.policy.load_state_dict(own)
-        if model.policy.settings == make(policy, config["settings"]):  # else its curve is another
-            dial.restore(model, config.get("calibration"), config.get("max_macs"))
+        if model.policy.settings == make(policy, config["settings"]) and keep_head:  # else its curve is another
+            held = dial.fitting(model, config.get("calibration"), config.get("max_macs"))
+            _restore(model, *held, directory / "config.json")
     stored.check_digest()
     return model.eval() if narrowed else _narrowed(model).eval()
 

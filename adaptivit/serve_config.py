@@ -27,13 +27,15 @@ class Limits:
     """Images that wait for the model; with more, requests are answered with 429 and Retry-After."""
     max_requests: int = 64
     """Requests under way at once; with more, 429."""
+    max_connections: int = 512
+    """Connections that are open at once; more are closed unheard."""
     timeout: float = 30.0
-    """Seconds for a request, its upload included."""
+    """Seconds for a request, its upload included; for its head to arrive, and for its answer to be fetched."""
 
     def __post_init__(self) -> None:
         for name in ("max_upload", "max_pixels", "timeout"):
             _positive(name, getattr(self, name))
-        for name in ("max_images", "max_queue", "max_requests"):
+        for name in ("max_images", "max_queue", "max_requests", "max_connections"):
             _at_least(name, getattr(self, name), 1)
         if self.max_queue < self.max_images:
             raise UserError(

@@ -58,6 +58,8 @@ def test_what_is_understood(text: Any, macs: float | None, share: float | None, 
         (0, "number of MACs > 0"),
         (float("nan"), "number of MACs > 0"),
         (float("inf"), "number of MACs > 0"),
+        (10**400, "number of MACs > 0, .*got inf"),
+        (-(10**400), "number of MACs > 0"),
         (True, "expected"),
         (None, "expected"),
         ({"macs": 3}, "expected"),
@@ -130,3 +132,39 @@ def test_round_trip() -> None:
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Calibration.from_config(timed.to_config(None) | damage)
+
+
+def test_it_knows_its_own_error() -> None:
+    """Two standard errors of the mean, and how many images would do."""
+    spread = [Point(0.0, 100.0, 17.0, 0.0), Point(1.0, 80.0, 14.0, 40.0), Point(2.0, 60.0, 9.0, 20.0)]
+    made = replace(curve(), images=100, points=tuple(spread), settings=spread[0])
+    assert made.error(80.0) == pytest.approx(2 * 40 / 10 / 80)
+    assert made.error(70.0) == pytest.approx(2 * 30 / 10 / 70)  # between two points
+    assert made.error(100.0) == 0.0
+    assert made.needed(80.0) == 2500  # 10 % of 100 images: 5 times better takes 25 times as many
+    assert replace(made, images=2500).error(80.0) == pytest.approx(0.02)
+    assert made.doubt("-20%") == (
+        "-20% is met within about ±10.0 % on new images: they differ in cost, and the curve is of 100 images; "
+        "about 2,500 would bring it to ±2 %."
+    )
+    assert "-20% is met within" in str(made.doubt())  # the worst of the tenths
+    assert made.doubt("-1%") is None
+    assert made.doubt("none") is None
+    assert replace(made, images=2501).doubt("-20%") is None
+    assert replace(made, continuous=False).doubt("-20%") is None  # every image costs the same
+    assert replace(made, continuous=False).error(80.0) == 0.0
+    assert curve().error(96.0) is None  # a curve of before
+    assert "is not known from 8 images" in str(curve().doubt("-4%"))
+    assert Calibration.from_config(made.to_config(None)) == made
+    old = made.to_config(None)
+    for point in (*old["points"], old["settings"]):
+        del point["spread"]
+    assert Calibration.from_config(old).points[0].spread is None
+    old["points"][0]["spread"] = float("nan")
+    with pytest.raises(ValueError, match="no curve"):
+        Calibration.from_config(old)
+
+
+def test_pools_keep_the_spread() -> None:
+    rising = [Point(0.0, 5.0, 5.0, 1.0), Point(1.0, 7.0, 7.0, 3.0), Point(2.0, 1.0, 1.0, None)]
+    assert [p.spread for p in falling(rising, True)] == [2.0, None]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, pictures, shared, tiny
+from conftest import TINY, assert_close, pictures, shared, tiny
 from plain import wild
 from test_conformance import CASES
 from test_data import folder, refused, run
@@ -19,7 +21,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import data, device, dial, layouts
+from adaptivit import calibrate_report, data, device, dial, layouts, timing
 from adaptivit.budget import Calibration, parse
 from adaptivit.calibrate import NEAR, check, static_macs
 from adaptivit.data import Images
@@ -100,6 +102,29 @@ def test_a_budget_is_met_on_the_images_of_the_curve(case: str, share: float) -> 
     # one token of one image in one block
     least = 1.5 / (len(images) * model.shape.tokens * model.shape.layers)
     assert met(model, images) == pytest.approx(share, abs=max(NEAR, least))
+
+
+@pytest.mark.parametrize("case", ["confidence", "aht"])
+@torch.no_grad()
+def test_it_knows_how_well_a_budget_is_met(case: str) -> None:
+    """The spread is that of the images' costs, and budgets are missed by about as much as the curve says."""
+    name, more = CASES[case]
+    model = wild(name, **more)
+    images = pictures(512, seed=11)
+    missed = []
+    for start in range(0, 192, 24):
+        curve = model.calibrate(images[start : start + 24], "-33%")
+        wanted = 0.67 * curve.static
+        error = curve.error(wanted)
+        missed.append((met(model, images[192:]) / 0.67 - 1) / error)
+        assert (curve.doubt("-33%") is None) == (error <= 0.02)
+    assert sum(abs(m) <= 1 for m in missed) >= 6  # of 8; 19 of 20 in the long run, of new images without end
+    assert max(map(abs, missed)) < 2.5
+    at = curve.points[len(curve.points) // 2]
+    shift = torch.full((24,), at.knob)
+    macs = model._run(model._choose("auto", images.device), images[168:192], turn=Turn(model.policy, shift)).macs
+    assert at.spread == pytest.approx(float(macs.std()), rel=0.2)
+    assert model.calibrate(images[:1]).points[0].spread is None  # one image says nothing of it
 
 
 @pytest.mark.parametrize("case", COUNTS)
@@ -278,17 +303,76 @@ def test_saved_and_loaded(case: str, tmp_path: Path) -> None:
         adaptivit.load(tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"knob": "keep"},
+        {"continuous": False},
+        {"continuous": "yes"},
+        {"tokens": 26},
+        {"static": "1"},
+        {"static": 0},
+        {"images": 0},
+        {"images": None},
+        {"points": [{"knob": 0.0, "macs": float("nan"), "live": 3.0}]},
+        {"points": [{"knob": 0.0, "macs": 1.0}]},
+        {"budget": "3 parsecs"},
+        {"other": 1},
+    ],
+)
+def test_a_curve_that_was_tampered_with_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    """Not taken on, by load and by create alike; nor is a limit that is none."""
+    calibrated("aht").save_pretrained(tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    for odd in (config | {"calibration": config["calibration"] | change}, config | {"max_macs": [3]}):
+        path.write_text(json.dumps(odd))
+        for use in (adaptivit.load, lambda place: adaptivit.create(TINY, "aht", weights=place, **CASES["aht"][1])):
+            if use is not adaptivit.load and "tokens" in change:
+                continue  # there, that is another image size (below)
+            with pytest.raises(WeightsError, match=r"config\.json"):
+                use(tmp_path / "m")
+
+
+@pytest.mark.parametrize("case", ["aht", "evit"])
+def test_a_curve_belongs_to_one_image_size_and_head(case: str, tmp_path: Path) -> None:
+    """The weights of a checkpoint at another size, or with another head, are not calibrated."""
+    name, more = CASES[case]
+    model = calibrated(case)
+    model.budget, model.max_macs = "-25%", "-10%"
+    model.save_pretrained(tmp_path / "m")
+    same = adaptivit.create(TINY, name, weights=tmp_path / "m", **more)
+    assert (same.budget, same.max_macs) == ("-25%", "-10%")
+    larger = adaptivit.create(TINY, name, weights=tmp_path / "m", img_size=48, **more)
+    assert (larger.calibration, larger.budget) == (None, None)
+    assert larger.max_macs == ("-10%" if case == "aht" else None)  # what needs no curve holds
+    other = adaptivit.create(TINY, name, weights=tmp_path / "m", num_classes=3, **more)
+    assert other.calibration is None
+
+
 @torch.no_grad()
 def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured here; neither another device nor a checkpoint that goes there takes them on."""
     model = wild(*[CASES["aht"][0]], **CASES["aht"][1])
+    measure = timing.interleaved
+
+    def steady(*given: Any, **more: Any) -> dict[str, timing.Timing]:
+        """What was measured, but falling with the work, however busy this machine is."""
+        measured = measure(*given, **more)
+        assert all(min(one.seconds) > 0 for one in measured.values())
+        return {
+            name: replace(one, seconds=(1e-3 * (50 - i),) * len(one.seconds))
+            for i, (name, one) in enumerate(measured.items())
+        }
+
+    monkeypatch.setattr(timing, "interleaved", steady)
     model.calibrate(pictures(8), latency_batch=4)
     latency = model.calibration.latency
     assert latency.batch == 4
     assert latency.device == device.device_name(torch.device("cpu"))
     assert "thread" in latency.device
     slow, fast = latency.points[0][1], latency.points[-1][1]
-    assert 0 < fast < slow
+    assert (slow, fast) == (50.0, pytest.approx(51.0 - len(latency.points)))
     model.budget = f"{(slow + fast) / 2:.9f} ms"
     position = model._position(torch.device("cpu"))
     dear, cheap = model.calibration.points[0].knob, model.calibration.points[-1].knob
@@ -386,6 +470,33 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert cost[0] > cost[1] > cost[2]
     assert run("evaluate", "--data", photos, "--checkpoint", tmp_path / "m", "--budget", "-20%") == 0
     assert "against static" in capsys.readouterr().out
+
+
+def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where images differ in cost, as many as 2 % need, and a note with their number where there are not so many."""
+    for name, value in (("FIRST", 8), ("LEAST", 12), ("MOST", 40)):
+        monkeypatch.setattr(calibrate_report, name, value)
+    torch.manual_seed(0)
+    wild("confidence").save_pretrained(tmp_path / "m")
+    images = (pictures(100, seed=12) * 40 + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    np.savez(tmp_path / "many.npz", x=images)
+    np.savez(tmp_path / "some.npz", x=images[:30])
+
+    def note(*more: object) -> tuple[str, int]:
+        assert run("calibrate", tmp_path / "m", "--budget", "-33%", *more) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        curve = adaptivit.load(tmp_path / "m").calibration
+        assert ("note: -33% is met within about ±" in said) == (curve.error(0.67 * curve.static) > 0.02)
+        return said, curve.images
+
+    said, count = note("--data", tmp_path / "many.npz")
+    assert count == 40
+    assert "±" in said.partition("expected")[2]
+    assert "would bring it to ±2 %" in said
+    assert note("--data", tmp_path / "some.npz")[1] == 15  # all there are, in two halves
+    assert note("--data", tmp_path / "many.npz", "--limit", "10")[1] == 10
+    header, first, *_ = (tmp_path / "m" / "calibration.csv").read_text().splitlines()
+    assert float(dict(zip(header.split(","), first.split(","), strict=True))["gmacs_sd"]) >= 0
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: Any) -> None:

@@ -131,6 +131,7 @@ def test_onnx_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_p
     assert json.loads(about["class_names"]) == model.class_names
     assert json.loads(about["preprocessing"])["size"] == [32, 32]
     assert (about["kind"], about["policy"].split(":")[0]) == (kind, policy)
+    assert (about["budget"], about["max_macs"]) == ("none", "none")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, on reading
@@ -168,6 +169,7 @@ def test_a_file_is_at_the_budget_of_the_model(policy: str, tmp_path: Path) -> No
     with torch.no_grad():
         expected, (logits, depth) = model(images), again(images)
     assert expected.macs.mean() < 0.9 * dear
+    assert exporting.about(model, "masked")["budget"] == "-30%"
     assert_close(logits, expected.logits, 1e-4)
     assert torch.equal(depth, expected.trace.depth)
 
@@ -203,6 +205,14 @@ def test_a_file_that_says_something_else_is_refused(wrong: Any, said: str, insta
         adaptivit.export(model, path, format="pt2", images=pictures(4))
     assert path.read_bytes() == b"before"
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+
+
+def test_a_model_that_is_not_finite_is_no_measure(instant: Any, tmp_path: Path) -> None:
+    model = tiny("aht")
+    made = lambda images: (torch.zeros(len(images), 10), torch.zeros(len(images), 17))  # noqa: E731
+    instant.setattr(exporting, "run_pt2", lambda _: made)
+    with pytest.raises(UserError, match="differs from the model by nan"):
+        adaptivit.export(model, tmp_path / "model.pt2", format="pt2", images=pictures(4) * torch.nan)
 
 
 def test_it_is_tried_with_one_image_too(instant: Any, tmp_path: Path) -> None:

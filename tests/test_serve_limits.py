@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -131,6 +132,9 @@ def test_bad_requests_are_told_in_one_line(client: httpx.Client) -> None:
         ({"json": {"images": [good], "budget": ["-10%", "-20%"]}}, 422, "each of 1 images, got 2"),
         ({"json": {"images": [good], "budget": {}}}, 422, "budget: expected"),
         ({"json": {"images": [good], "budget": -3}}, 422, "budget: expected a number of MACs > 0"),
+        ({"json": {"images": [good], "budget": 10**400}}, 422, "budget: expected a number of MACs > 0"),
+        ({"json": {"images": [good], "budget": [10**4000]}}, 422, "budget: expected a number of MACs > 0"),
+        ({"json": {"images": [good], "top_k": 10**4000}}, 422, "top_k: expected a whole number"),
     ]
     for request, status, words in cases:
         said = error(client.post("/v1/classify", **request), status)
@@ -159,6 +163,10 @@ def test_bad_v2_requests(client: httpx.Client) -> None:
         ({"inputs": [good], "outputs": [{"name": "boxes"}]}, 422, "got 'boxes'"),
         ({"inputs": [good], "id": "\ud800"}, 422, "id: expected a printable string"),
         ({"inputs": [good], "parameters": {"budget": "much"}}, 422, "budget: expected"),
+        ({"inputs": [good], "parameters": {"budget": 10**400}}, 422, "budget: expected"),
+        ({"inputs": [good | {"data": [10**400] + [0] * 3071}]}, 422, "expected 3072 numbers"),
+        ({"inputs": [good | {"data": [0.5] * 3071 + [10**400]}]}, 422, "expected 3072 numbers"),
+        ({"inputs": [good | {"data": [0.5] * 3071 + [10**39]}]}, 422, "expected 3072 numbers"),
     ]
     for request, status, words in cases:
         answer = client.post(
@@ -267,6 +275,73 @@ def test_a_request_that_breaks_off_leaves_nothing_behind(live: Running, client: 
         until(lambda: live.service.metrics.get("requests_in_progress") == 1)
     until(lambda: live.service.metrics.get("requests_in_progress") == 0)
     assert client.post("/v1/classify", files=files(photo())).status_code == 200
+
+
+def closed(line: socket.socket) -> float:
+    """Seconds until the other side closes the connection."""
+    begun = time.monotonic()
+    with contextlib.suppress(ConnectionResetError):
+        while line.recv(65536):
+            pass
+    return time.monotonic() - begun
+
+
+def test_nobody_holds_a_connection_for_nothing(model: Any) -> None:
+    """Silent ones, heads that come byte by byte, and answers that nobody fetches; while requests go on."""
+    with slow(model, timeout=1.5) as one:
+        one.go.set()
+        place = ("127.0.0.1", one.found.port)
+        with socket.create_connection(place, timeout=60) as line:  # nothing at all
+            assert closed(line) > 0.5
+        with socket.create_connection(place, timeout=60) as line:
+            sent = 0
+            with contextlib.suppress(OSError):
+                for byte in b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 400:
+                    line.sendall(bytes([byte]))
+                    sent += 1
+                    time.sleep(0.02)
+            assert sent < 400
+        with socket.create_connection(place, timeout=60) as line:  # one that works, and its next one comes slowly
+            line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert line.recv(65536).startswith(b"HTTP/1.1 200")
+            line.sendall(b"GET /hea")
+            closed(line)
+        with socket.socket() as line:  # more answers than the buffers hold, and nobody reads
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(place)
+            line.settimeout(1)
+            with contextlib.suppress(OSError):
+                for _ in range(4000):
+                    line.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+            until(lambda: not one.found.server.server_state.connections)
+        with one.found.client() as client:
+            for _ in range(4):  # longer together than the time-out
+                assert client.post("/v1/classify", files=files(photo())).status_code == 200
+                time.sleep(0.6)
+
+
+def test_connections_are_counted(model: Any) -> None:
+    limits = Limits(max_connections=3)
+    with running(Service(model, limits=limits, wait=0.0)) as found, found.client() as client:
+        assert client.get("/healthz").status_code == 200
+        place = ("127.0.0.1", found.port)
+        held = [socket.create_connection(place, timeout=60) for _ in range(2)]
+        until(lambda: len(found.server.server_state.connections) == 3)
+        with socket.create_connection(place, timeout=60) as more:
+            closed(more)
+        assert client.get("/healthz").status_code == 200  # those that were there are heard
+        for line in held:
+            line.close()
+
+
+def test_base64_in_lines(client: httpx.Client) -> None:
+    """As `base64 photo.png` prints it."""
+    text = base64.encodebytes(photo()).decode()
+    assert text.count("\n") > 2
+    whole = client.post("/v1/classify", json={"images": [base64.b64encode(photo()).decode()]})
+    parts = client.post("/v1/classify", json={"images": [text]})
+    assert parts.status_code == 200
+    assert parts.json()["images"][0]["classes"] == whole.json()["images"][0]["classes"]
 
 
 # -- who may ask ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ..factory import load
 from ..model import AdaptiveViT
 from ..serve_config import TOKEN, DemoConfig, Limits, ServeConfig
 from .app import make_app
+from .connection import limited
 from .guard import LOOPBACK
 from .service import Service
 
@@ -103,7 +104,7 @@ def run(
 def _settings(app: Any, limits: Limits) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",
+        http=limited(limits),
         ws="none",
         lifespan="on",
         access_log=False,

@@ -77,7 +77,7 @@ def decoded(text: object, what: str) -> bytes:
     if text.startswith("data:"):
         text = text.partition(",")[2]
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # many tools break it into lines
     except (binascii.Error, ValueError):
         raise Refused(422, f"{what}: this is not base64.") from None
 
