@@ -101,7 +101,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
         assert len({getattr(entry.training, name) for entry in plan(_config(small, out))}) == 1
 
     # again: finished rows stay, the failed one is tried again, another method is added
-    def fit(config: TrainConfig, show: bool = True) -> Result:
+    def fit(config: TrainConfig, show: bool = True, stop: Any = None) -> Result:
         raise RuntimeError("out of memory\nand more") if "stages" not in config.policy else UserError("no such stage")
 
     monkeypatch.setattr(compare, "fit", fit)
@@ -156,7 +156,7 @@ def test_going_on_from_the_static_model(tmp_path: Path, small: Path, monkeypatch
     config = _config(small, tmp_path / "out", start="static", distill=1.0, methods=("avit",))
     seen: list[TrainConfig] = []
 
-    def fit(training: TrainConfig, show: bool = True) -> None:
+    def fit(training: TrainConfig, show: bool = True, stop: Any = None) -> None:
         seen.append(training)
         torch.manual_seed(len(seen))
         policy = training.policy.partition(":")[0]

@@ -164,7 +164,7 @@ def test_interrupted_by_hand_and_resumed(whole: Any, tmp_path: Path, capsys: Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", interrupted)
         assert train(whole[0], tmp_path, *HARD) == 130
-    assert "goes on with --resume" in capsys.readouterr().err
+    assert "go on with --resume" in capsys.readouterr().err
     assert train(whole[0], tmp_path, *HARD, "--resume") == 0
     assert_same_weights(weights(tmp_path), whole[1])
     assert_clean_log(tmp_path)
