@@ -143,7 +143,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     cli.main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
     assert "evit on cpu" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        cli.main(["demo", str(tmp_path / "nowhere")])
+        cli.main(["demo", str(tmp_path / "nowhere"), "--port", "0"])
     assert "no config.json" in capsys.readouterr().err
     (tmp_path / "names").write_text("cat\ndog\n")
     with pytest.raises(SystemExit):

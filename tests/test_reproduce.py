@@ -127,6 +127,7 @@ def test_the_listing_names_every_table_and_what_it_corresponds_to(capsys: Any) -
         "cifar100-peers",
         "cifar100-front",
         "cifar100-one-checkpoint",
+        "cifar100-ingredients",
         "imagenet-adapt",
     }
     wanted |= {f"ablation-{x}" for x in ("threshold", "sigma", "stages", "planner", "feature", "mass", "kl")}

@@ -421,7 +421,7 @@ def test_defaults_are_for_this_machine_alone() -> None:
 
 def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["serve", *arguments])
+        cli.main(["serve", *arguments, *(() if "--port" in arguments else ("--port", "0"))])
     assert stop.value.code == 2
     return capsys.readouterr().err
 
@@ -436,6 +436,7 @@ def test_mistakes_on_the_command_line(
         assert f"Cannot listen on 127.0.0.1, port {port}: Address already in use. Choose another --port" in failed(
             capsys, place, "--port", port
         )
+        assert "Cannot listen" in failed(capsys, "nowhere", "--port", str(port))  # before a model is read
     assert "Cannot listen on nowhere.invalid" in failed(capsys, place, "--host", "nowhere.invalid")
     assert "Cannot read the token" in failed(capsys, place, "--token-file", str(tmp_path / "none"))
     (tmp_path / "token").write_text(" \n")

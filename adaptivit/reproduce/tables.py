@@ -230,6 +230,40 @@ def _one_checkpoint() -> Table:
     )
 
 
+def _ingredients() -> Table:
+    """From the paper's form to ours, one ingredient after the other; then what else was thought of, and peers."""
+    budget = "aht:budget"
+    steps = {
+        "the paper's": "aht:balanced",
+        "straight-through": budget,
+        "reads class attention": f"{budget},feature=class_row",
+        "reads worth": f"{budget},feature=worth",
+        "folds": f"{budget},feature=worth,leave=fold",
+        "decides inside the block": f"{budget},feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4",
+        "starts at the budget": "aht:fold,gamma=4,slope=score,tau=0.25",
+        "sharp gates": "aht:fold",
+        "the plan acts": "aht:fold,plan_weight=8",
+        "gates that do not learn": "aht:fold,straight_through=false,budget=0,target_depth=0",
+        "sampled budgets": "aht:fold,sample=0.45+0.95",
+    }
+    runs: list[Run] = []
+    for share in (0.67, 0.52):
+        more: dict[str, Any] = {"start": STATIC, "change": {"epochs": ABLATION_EPOCHS}}
+        for name, method in steps.items():
+            aimed = adding(method, f"budget_share={share}")
+            runs.append(Run(f"AHT-ViT, {name}, {saving(share)}", aimed, share=share, **more))
+        for policy in ("fold", "tome", "evit"):
+            runs += run_at(policy, share, **more)
+    return _cifar(
+        "cifar100-ingredients",
+        "CIFAR-100, DeiT-T: what each ingredient of AHT-ViT brings",
+        runs,
+        protocol=_GOES_ON.replace("as many epochs", f"{ABLATION_EPOCHS} epochs")
+        + " `static, trained on` has twice as many. Rows of AHT-ViT add one ingredient after the other, up to `sharp "
+        "gates`; the three after it change that one.",
+    )
+
+
 def _imagenet_adapt() -> Table:
     runs = [Run(STATIC, "static", train=False), Run("static, adapted", "static")]
     for share in (0.80, 0.67, 0.60, 0.52):
@@ -296,6 +330,7 @@ OURS: tuple[Table, ...] = (
     _peers(),
     _front(),
     _one_checkpoint(),
+    _ingredients(),
     _imagenet_adapt(),
     _ablation(
         "threshold",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -10,11 +11,13 @@ import sys
 import threading
 import warnings
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from PIL import Image
+from rich.console import Console
 
 from ..commands import build, device_of, names_of
 from ..config import ModelConfig
@@ -45,7 +48,8 @@ def serve(config: ServeConfig) -> None:
         config.budget,
         config.max_macs,
     )
-    model = build(chosen)
+    with _loading(config.host, config.port):
+        model = build(chosen)
     service = Service(
         model.to(device_of(config.device)),
         limits=config.limits,
@@ -60,7 +64,8 @@ def serve(config: ServeConfig) -> None:
 
 def demo(config: DemoConfig) -> None:
     """adaptivit demo"""
-    model = demo_model() if config.checkpoint is None else load(config.checkpoint).float()
+    with _loading(config.host, config.port):
+        model = demo_model() if config.checkpoint is None else load(config.checkpoint).float()
     service = Service(model.to(device_of(config.device)), class_names=names_of(config.class_names, model))
     run(service, config.host, config.port, token=_token(None), opened=config.open)
 
@@ -113,6 +118,14 @@ def _settings(app: Any, limits: Limits) -> uvicorn.Config:
         timeout_keep_alive=15,
         timeout_graceful_shutdown=int(limits.timeout) + 5,
     )
+
+
+@contextlib.contextmanager
+def _loading(host: str, port: int) -> Iterator[None]:
+    """A port that is taken is said before the model is read, which takes a while."""
+    _listen(host, port).close()
+    with Console(stderr=True).status("loading the model"):
+        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
