@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import re
 import threading
@@ -18,12 +19,12 @@ import pytest
 import torch
 from conftest import pictures, tiny
 from PIL import Image
-from serving import Running, error, files, photo, running
+from serving import Running, error, files, photo, running, until
 
 import adaptivit
 from adaptivit.budget import parse
 from adaptivit.predict import predict
-from adaptivit.serve import Batcher, Job, Service
+from adaptivit.serve import Batcher, Job, Service, memory
 from adaptivit.serve.batcher import QueueFull
 
 pytestmark = pytest.mark.xdist_group("serve")  # one service
@@ -282,3 +283,29 @@ def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) ->
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(block, {})
     assert "tensor(" in capsys.readouterr().out
+
+
+def test_free_memory_goes_back_now_and_then(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of other and other lengths leave holes in the heap; every few seconds it is asked to give them back."""
+    asked: list[int] = []
+    monkeypatch.setattr(memory, "_trim", lambda: asked.append)
+    monkeypatch.setattr(memory, "EVERY", 3600.0)
+    with contextlib.closing(Batcher(model)) as batcher:
+        job = Job(torch.zeros(3, 32, 32))
+        batcher.submit([job])[0].result(60)
+        assert asked == []
+        monkeypatch.setattr(memory, "EVERY", 0.0)
+        for _ in range(2):  # the second comes after the first has been followed by a look
+            batcher.submit([Job(torch.zeros(3, 32, 32))])[0].result(60)
+        until(lambda: len(asked) >= 2)
+        assert set(asked) == {0}
+
+
+def test_memory_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory._trim.cache_clear()
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    assert memory._trim() is None
+    keeper = memory.Keeper()
+    monkeypatch.setattr(memory, "EVERY", 0.0)
+    keeper.look()
+    memory._trim.cache_clear()

@@ -30,6 +30,7 @@ from ..device import device_name
 from ..errors import UserError
 from ..model import AdaptiveViT
 from ..output import Output
+from .memory import Keeper
 from .metrics import Metrics
 
 _MEMORY = 0.9  # how much of an expectation is kept when an image has been seen
@@ -161,9 +162,11 @@ class Batcher:
     def _loop(self) -> None:
         with torch.inference_mode():
             self._prepare()
+            keeper = Keeper()
             while self._next():
                 self._answer(self._batch())
                 self._one_call()
+                keeper.look()
 
     def _prepare(self) -> None:
         """A first pass, which is slow; and on a GPU one CUDA graph for every batch, where the policy allows it."""
