@@ -183,7 +183,10 @@ def test_the_settings_of_the_peers_have_the_cost_that_they_stand_for() -> None:
 
 
 def test_aht_stands_in_one_place() -> None:
-    own = [run for t in tables.OURS for run in t.runs if run.method.startswith("aht")]
+    """In all tables but the one that compares its forms."""
+    own = [
+        run for t in tables.OURS for run in t.runs if run.method.startswith("aht") and t.name != "cifar100-ingredients"
+    ]
     assert len(own) > 40
     assert all(run.method.startswith((tables.AHT + ",", tables.AHT_SAMPLED)) for run in own)
 
