@@ -30,6 +30,14 @@ LINEAR = [
     for parts in (1, 2)
     if stages * (m + n) * k * 2 + m * n * 2 // parts < 225_000 // max(residents, 1)
 ]
+MANY = [  # three and four programs a multiprocessor: one wave where two would need a second for a few tiles
+    linear.Tile(m, n, k, 4, stages, residents, n // 64)
+    for m, n in ((64, 64), (64, 128), (128, 64))
+    for k in (32, 64)
+    for stages in (2, 3, 4, 6)
+    for residents in (3, 4)
+    if stages * (m + n) * k * 2 + m * 64 * 2 < 225_000 // residents
+]
 NORM_LINEAR = [
     norm_linear.Tile(m, n, span, warps, stages)
     for m, n, warps in ((16, 64, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8))
@@ -56,7 +64,7 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
     for name, (given, out, adds) in shapes.items():
         weight, bias = noise(out, given.shape[1]) * given.shape[1] ** -0.5, noise(out)
         gelu, residual = name == "fc1", x if adds else None
-        if "linear" in only:
+        if "linear" in only or "many" in only:
 
             def product(
                 tile: Any, given: Any = given, w: Any = weight, b: Any = bias, r: Any = residual, g: Any = gelu
@@ -66,7 +74,8 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
                 return linear.run(given, w, b, r, None, count, g, tile)
 
             f32 = [None if t is None else t.float() for t in (given, weight, bias, residual)]
-            yield f"linear {name}", LINEAR, product, linear.reference(*f32, None, count, gelu)  # type: ignore[arg-type]
+            tiles = LINEAR if "linear" in only else MANY
+            yield f"linear {name}", tiles, product, linear.reference(*f32, None, count, gelu)  # type: ignore[arg-type]
         if "norm_linear" in only and not adds:
 
             def both(tile: Any, w: Any = weight, b: Any = bias, g: Any = gelu) -> Tensor:
@@ -82,7 +91,9 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=["linear", "norm_linear"], choices=["linear", "norm_linear"])
+    parser.add_argument(
+        "--only", nargs="+", default=["linear", "norm_linear"], choices=["linear", "many", "norm_linear"]
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[197, 1576, 6304, 50432])
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--compile", metavar="I/N", help="only compile every N-th tile, from the I-th on")

@@ -242,16 +242,21 @@ def _ingredients() -> Table:
         "decides inside the block": f"{budget},feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4",
         "starts at the budget": "aht:fold,gamma=4,slope=score,tau=0.25",
         "sharp gates": "aht:fold",
+        "no target depth": "aht:fold,target_depth=0",
         "the plan acts": "aht:fold,plan_weight=8",
+        "the plan acts and learns faster": "aht:fold,plan_weight=8",
+        "the plan acts, no target depth": "aht:fold,plan_weight=8,target_depth=0",
         "gates that do not learn": "aht:fold,straight_through=false,budget=0,target_depth=0",
-        "sampled budgets": "aht:fold,sample=0.45+0.95",
+        "sampled budgets": "aht:fold,sample=0.45+0.95,budget_share=0.7",
     }
+    faster = {"lr": 10 * CIFAR100["lr"], "backbone_lr": 0.1}  # for the policy's own parameters alone
     runs: list[Run] = []
     for share in (0.67, 0.52):
         more: dict[str, Any] = {"start": STATIC, "change": {"epochs": ABLATION_EPOCHS}}
         for name, method in steps.items():
-            aimed = adding(method, f"budget_share={share}")
-            runs.append(Run(f"AHT-ViT, {name}, {saving(share)}", aimed, share=share, **more))
+            aimed = method if "budget_share" in method else adding(method, f"budget_share={share}")
+            own = {"change": more["change"] | faster} if "faster" in name else {}
+            runs.append(Run(f"AHT-ViT, {name}, {saving(share)}", aimed, share=share, **more | own))
         for policy in ("fold", "tome", "evit"):
             runs += run_at(policy, share, **more)
     return _cifar(
@@ -260,7 +265,7 @@ def _ingredients() -> Table:
         runs,
         protocol=_GOES_ON.replace("as many epochs", f"{ABLATION_EPOCHS} epochs")
         + " `static, trained on` has twice as many. Rows of AHT-ViT add one ingredient after the other, up to `sharp "
-        "gates`; the three after it change that one.",
+        "gates`; those after it change that one.",
     )
 
 
