@@ -20,7 +20,8 @@ def calibrate(
 ) -> str | None:
     """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
     this kind; returns a line that says what was done."""
-    weights, share = config.weights, config.budget_share if config.budget else None
+    weights, aims = config.weights, config.budget or getattr(model.policy.settings, "start", "") == "budget"
+    share = config.budget_share if aims else None
     trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name
     if "beta" in values or trained:
         return None

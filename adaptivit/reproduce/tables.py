@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,6 +50,9 @@ DIGITS: Mapping[str, Any] = {
     "distill": 1.0,
 }
 ABLATION_EPOCHS = 5
+STATIC_LR = (
+    3e-4  # of the first fine-tuning on CIFAR-100, from ImageNet's weights; what goes on from it takes smaller steps
+)
 SHARES = (0.83, 0.67, 0.52)  # AHT-ViT's three configurations: -17 %, -33 %, -48 %
 
 STATIC, TRAINED_ON = "static", "static, trained on"
@@ -145,10 +149,11 @@ def run_at(policy: str, share: float, note: str = "", **more: Any) -> Iterable[R
         yield Run(f"{_TITLES[policy]} {saving(share)}{note}", method, share=matched, **more)
 
 
-_FIRST = (
-    Run(STATIC, "static", change={"distill": 0.0}),
-    Run(TRAINED_ON, "static", start=STATIC),
-)
+def _first(**change: Any) -> tuple[Run, Run]:
+    """What every other run starts from, and the same model trained for as long as they are."""
+    return Run(STATIC, "static", change={"distill": 0.0} | change), Run(TRAINED_ON, "static", start=STATIC)
+
+
 _GOES_ON = (
     "static is fine-tuned from --weights without distillation. Every method, static too (the row `static, trained on`, "
     "which differences are against), then goes on from it for as many epochs under the same settings and is distilled "
@@ -162,7 +167,7 @@ _CIFAR = "CIFAR-100 as an .npz or folder with train and test"
 
 def _cifar(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
     given = {"protocol": _GOES_ON, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
-    return Table(name, title, runs=(*_FIRST, *runs), **given)
+    return Table(name, title, runs=(*_first(lr=STATIC_LR), *runs), **given)
 
 
 def _on(policy: str, share: float) -> tuple[Run, ...]:
@@ -232,7 +237,8 @@ def _one_checkpoint() -> Table:
 
 def _ingredients() -> Table:
     """From the paper's form to ours, one ingredient after the other; then what else was thought of, and peers."""
-    budget = "aht:budget"
+    budget, still = "aht:budget", "aht:fold,straight_through=false,budget=0"
+    firm = "aht:fold,budget=100,target_depth=0"
     steps = {
         "the paper's": "aht:balanced",
         "straight-through": budget,
@@ -242,21 +248,26 @@ def _ingredients() -> Table:
         "decides inside the block": f"{budget},feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4",
         "starts at the budget": "aht:fold,gamma=4,slope=score,tau=0.25",
         "sharp gates": "aht:fold",
+        "gates that do not learn": f"{still},target_depth=0",
         "no target depth": "aht:fold,target_depth=0",
-        "the plan acts": "aht:fold,plan_weight=8",
-        "the plan acts and learns faster": "aht:fold,plan_weight=8",
-        "the plan acts, no target depth": "aht:fold,plan_weight=8,target_depth=0",
-        "gates that do not learn": "aht:fold,straight_through=false,budget=0,target_depth=0",
+        "firm budget": f"{firm}",
+        "the plan acts": f"{firm},plan_weight=8",
+        "the plan acts and learns 3 times as fast": f"{firm},plan_weight=8",
+        "the plan acts and learns 10 times as fast": f"{firm},plan_weight=8",
+        "the plan acts, with target depth": f"{firm},plan_weight=8,target_depth=0.01",
         "sampled budgets": "aht:fold,sample=0.45+0.95,budget_share=0.7",
     }
-    faster = {"lr": 10 * CIFAR100["lr"], "backbone_lr": 0.1}  # for the policy's own parameters alone
     runs: list[Run] = []
     for share in (0.67, 0.52):
         more: dict[str, Any] = {"start": STATIC, "change": {"epochs": ABLATION_EPOCHS}}
         for name, method in steps.items():
             aimed = method if "budget_share" in method else adding(method, f"budget_share={share}")
-            own = {"change": more["change"] | faster} if "faster" in name else {}
-            runs.append(Run(f"AHT-ViT, {name}, {saving(share)}", aimed, share=share, **more | own))
+            times = int(found.group(1)) if (found := re.search(r"(\d+) times", name)) else 1
+            change = more["change"] | {
+                "lr": times * CIFAR100["lr"],
+                "backbone_lr": 1 / times,
+            }  # faster than the backbone
+            runs.append(Run(f"AHT-ViT, {name}, {saving(share)}", aimed, start=STATIC, share=share, change=change))
         for policy in ("fold", "tome", "evit"):
             runs += run_at(policy, share, **more)
     return _cifar(
@@ -307,7 +318,7 @@ def _digits() -> Table:
         "Handwritten digits: four methods at about half the work, on a CPU and without a file",
         _GOES_ON.partition(" Cost is held")[0]
         + " Nothing is calibrated afterwards. The test digits are used for the report alone.",
-        (*_FIRST, *(Run(name, method, start=STATIC) for name, method in methods.items())),
+        (*_first(), *(Run(name, method, start=STATIC) for name, method in methods.items())),
         "digits",
         shared=DIGITS,
         reference=TRAINED_ON,
@@ -318,7 +329,7 @@ def _ablation(name: str, what: str, variants: Mapping[str, str], share: float | 
     """Variants of AHT-ViT at -33 %: name -> settings."""
     short = {"epochs": ABLATION_EPOCHS}
     base = adding(AHT, "budget_share=0.67")
-    runs = [_FIRST[0], Run(TRAINED_ON, "static", start=STATIC, change=short)]
+    runs = [_first(lr=STATIC_LR)[0], Run(TRAINED_ON, "static", start=STATIC, change=short)]
     runs += [Run(k, adding(base, v), start=STATIC, change=short, share=share) for k, v in variants.items()]
     given: dict[str, Any] = {"protocol": _ABLATED, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON}
     given |= {"source": "left open by AHT-ViT"} | more
