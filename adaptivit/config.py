@@ -66,6 +66,8 @@ class TrainConfig:
     """Image size in pixels; default: the backbone's. Another size resizes the position embedding."""
     val_split: float = 0.1
     """Share of the training images held out where the data has no val split."""
+    val_epochs: int = 1
+    """Validate after every so many epochs, and after the last one."""
 
     epochs: int = 50
     """Passes over the training images."""
@@ -185,7 +187,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _size(self.img_size)
-        for name in ("epochs", "batch_size", "log_steps", "accumulate"):
+        for name in ("epochs", "val_epochs", "batch_size", "log_steps", "accumulate"):
             _at_least(name, getattr(self, name), 1)
         for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
             _positive(name, getattr(self, name))

@@ -82,6 +82,9 @@ class AHTSettings:
     0 or 1."""
     plan_weight: float = 0.0
     """How much the plan acts on the score, kappa (l - N_plan); 0 is the paper: planners enter only the loss."""
+    plan_against: Literal["layer", "image"] = "layer"
+    """What an acting plan is held against: the layer, kappa (l - N_plan), or the mean plan of the image's live patches,
+    kappa (mean - N_plan), which says who of an image leaves and not how many."""
     plan_range: Literal["1..L", "s..L", "s..L+1"] = "1..L"
     """Depths that a planner of stage s can predict."""
     planner_width: float = 0.5

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # May differ between an interrupted run and its continuation.
 _FREE = {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "compile"}
+_FREE |= {"val_epochs"}
 _FREE |= {"accumulate", "checkpoint_activations", "fsdp"}
 _REDRAW = 60.0  # seconds between two pictures while training goes on
 

@@ -259,8 +259,9 @@ def _loop(
                     run.checkpoint(trainer, done)
                 if done % per_epoch and stopped:
                     raise KeyboardInterrupt
-            result = validate(trainer, val)
-            meter.epoch(epoch, (epoch + 1) * per_epoch, result)
+            if (epoch + 1) % config.val_epochs == 0 or epoch + 1 == config.epochs:
+                result = validate(trainer, val)
+                meter.epoch(epoch, (epoch + 1) * per_epoch, result)
             run.checkpoint(trainer, (epoch + 1) * per_epoch)
             if epoch + 1 < config.epochs and stop():
                 raise KeyboardInterrupt

@@ -145,3 +145,11 @@ def test_the_recipes_are_the_papers() -> None:
     assert (a.epochs, a.batch_size, a.lr) == (m.epochs, m.batch_size, m.lr) == (100, 128, 1e-5)
     assert (p.task, p.expected, p.geometric) == (0, 1.0, 0.01)
     assert (get("confidence").task, get("confidence").exits, get("act").ponder) == (0, 1.0, 5e-4)
+
+
+def test_validation_may_be_rarer_than_epochs(tmp_path: Path, capsys: Any) -> None:
+    where = split_folder(tmp_path / "in")
+    assert train(where, tmp_path / "out", "--policy", "static", "--epochs", 5, "--val-epochs", 2) == 0
+    assert [r["epoch"] for r in log(tmp_path / "out") if r["kind"] == "validation"] == [2, 4, 5]
+    words = ("--data", where, "--out", tmp_path / "no", "--backbone", "test_vit", "--img-size", 32)
+    assert "val_epochs: expected at least 1, got 0" in refused(capsys, "train", *words, "--val-epochs", 0)

@@ -7,10 +7,11 @@ Shapes: B images, N slots, D width, L layers 1..L, S planner stages.
     planner      N_target = 1 + (L - 1) sigmoid(MLP[token, context])   Sec. 3.2, at stages S = {3, 6, 9}
 
 In the paper the planners only enter the loss (objectives/target_depth.py). With plan_weight > 0 they act:
-h = sigmoid(gamma f + beta + plan_weight (l - N_plan)). With straight_through the key weights stay 0/1 but pass the
-slope of a soft step back to the scores, so that the task loss can tell a token that it was needed; slope=logit takes it
-in gamma f + beta, which sharp gates need: their h (1 - h), and with it the slope in c, is 0 nearly everywhere. With
-`sample` a random shift an image is added to the logit in training, so that one model learns every budget.
+h = sigmoid(gamma f + beta + plan_weight (l - N_plan)), or (mean of the image's plans - N_plan) with plan_against=image.
+With straight_through the key weights stay 0/1 but pass the slope of a soft step back to the scores, so that the task
+loss can tell a token that it was needed; slope=logit takes it in gamma f + beta, which sharp gates need: their
+h (1 - h), and with it the slope in c, is 0 nearly everywhere. With `sample` a random shift an image is added to the
+logit in training, so that one model learns every budget.
 """
 
 from __future__ import annotations
@@ -185,13 +186,20 @@ class AHT(Policy):
             state.features.append(feature)
         logit = gamma * feature + beta
         if settings.plan_weight > 0 and state.plan is not None:
-            logit = logit + settings.plan_weight * (number + 1 - state.plan)
+            logit = logit + settings.plan_weight * (self._held_against(view, state.plan) - state.plan)
         logit = logit if state.shift is None else logit + state.shift
         margin = None
         if settings.slope == "logit":
             missing = (settings.threshold - settings.eps - spent.detach()).clamp(0.001, 0.999)
             margin = (logit - torch.logit(missing)) / gamma.detach().abs().clamp_min(1e-3)
         return torch.sigmoid(logit), margin
+
+    def _held_against(self, view: View, plan: Tensor) -> Tensor | int:
+        """The depth at which a plan says neither stay nor leave: this layer, or the mean of the image [B, 1]."""
+        if self.settings.plan_against == "layer":
+            return view.layer + 1
+        there = view.patches.float()
+        return (plan * there).sum(-1, keepdim=True) / there.sum(-1, keepdim=True).clamp_min(1.0)
 
     def _feature(self, view: View) -> Tensor:
         """[B, N] what the supervisor reads."""
@@ -279,7 +287,7 @@ class AHT(Policy):
     def _planned(self, layer: int) -> float:
         """What fresh planners, which all plan the middle of their range, add to the logit of a layer (1-based)."""
         known = [s for s in sorted(int(s) for s in self.planners) if s < layer + (self.settings.decide == "after")]
-        if not known or not self.settings.plan_weight:
+        if not known or not self.settings.plan_weight or self.settings.plan_against == "image":
             return 0.0
         planner = self.planners[str(known[-1])]
         return self.settings.plan_weight * (layer - (planner.low + planner.high) / 2)  # type: ignore[operator]
