@@ -68,7 +68,7 @@ def tile_for(rows: int, width: int, adds: bool, wide: bool = False) -> Tile:
     if not adds:
         return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 3, 2, 2)
     if rows < 16384:
-        if not narrow and 2 * 132 < -(-rows // 64) * (width // 128) <= 3 * 132:  # one wave by three programs, two by two
+        if not narrow and 2 * 132 < -(-rows // 64) * (width // 128) <= 3 * 132:  # one wave of three, two of two
             return Tile(64, 128, 64, 4, 2, 3, 2)
         return Tile(64, 64, 64, 4, 4, 3) if narrow else Tile(64, 128, 64, 4, 4, 2, 2)
     return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 5, 1)
