@@ -262,6 +262,7 @@ def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
     kernels.on_cpu = True
     laws.test_attend(layout, case)
     laws.test_evidence(layout, case)
+    laws.test_nearest(layout, case)
 
 
 # -- what they do not run -------------------------------------------------------------------------------------------
