@@ -140,6 +140,5 @@ def _(best, partner, order, present, r, prefix):
 
 def pairs(best: Tensor, partner: Tensor, order: Tensor, present: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor]:
     """As the reference, with the kernel where it can run; prefix tokens are in no pair (their `best` is -inf)."""
-    if usable(best.device) and not torch.is_grad_enabled():
-        return _pairs(best, partner, order, present, r, prefix)
-    return reference(best, partner, order, present, r, prefix)
+    run = _pairs if usable(best.device) else reference
+    return run(best.detach(), partner, order, present, r, prefix)

@@ -244,9 +244,7 @@ if triton is not None:
                 tl.store(slot_pointer + i, tl.full((TM,), -1, dtype=tl.int64), mask=absent)
 
 
-def tile_for(images: int, longest: int, width: int) -> tuple[int, int, int]:
-    """Tokens that ask, tokens that are asked for, warps: small tiles where large ones would be too few."""
-    return (64, 64, 4) if images * longest > 16384 else (32, 64 if width <= 64 else 32, 4)
+TALL, BROAD, WARPS, STAGES = 64, 32, 4, 3  # tokens that ask and that are asked for: few registers, wgmma
 
 
 def _launch(
@@ -263,9 +261,8 @@ def _launch(
     images = len(one) if offsets is None else len(offsets) - 1
     n, m = (t.shape[1] if offsets is None else slots for t in (one, two))
     width = units.shape[-1]
-    tall, wide, warps = tile_for(images, n, width)
     # masked answers are written for all slots, so that tiles go over all of them
-    tiles = triton.cdiv(n if masks is None else slots, tall)
+    tiles = triton.cdiv(n if masks is None else slots, TALL)
     flags = (units,) * 3 if masks is None else tuple(t.contiguous().view(torch.uint8) for t in masks)
     strides = (0, 0, 0, 0) if offsets is not None else (*one.stride(), *two.stride())
     if not images * tiles:
@@ -287,12 +284,12 @@ def _launch(
         ),
         d=width,
         WIDE=power_of_two(width),
-        TM=tall,
-        TN=wide,
+        TM=TALL,
+        TN=BROAD,
         WHAT=what,
         RAGGED=offsets is not None,
-        num_warps=warps,
-        num_stages=3,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
 
 
