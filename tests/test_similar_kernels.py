@@ -8,7 +8,7 @@ from interpreted import DEVICE, DTYPES, here, on_gpu
 from test_kernels import _poison  # noqa: F401  (applies to this file)
 from torch import Tensor
 
-from adaptivit.ops import pairs, similar
+from adaptivit.ops import pairs, similar, worth
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -121,8 +121,8 @@ def test_units(kind: str, width: int, dtype: torch.dtype) -> None:
         rows = Rows(tokens(kind, slots), heads, width, dtype, kind)
         assert rows.units.dtype == torch.float16
         high, low = rows.units[rows.cells].double().unbind(1)
-        assert (high + low - rows.exact[rows.cells]).abs().max() < 2.5e-7
-        assert (low.abs() <= 2.0**-11).all()
+        assert ((high + low) / 64 - rows.exact[rows.cells]).abs().max() < 1.2e-7
+        assert (low.abs() <= high.abs() * 2.0**-11 + 1e-9).all()
         written = rows.units.isfinite().all(-1).all(-1)
         assert torch.equal(written, rows.here.flatten())  # and nothing else is
 
@@ -276,6 +276,21 @@ def test_pairs_of_nan(prefix: int) -> None:
     assert stays[:, :prefix].all()
     for image in range(3):
         assert following[image].sort().values.tolist() == stays[image].nonzero()[:, 0].tolist()
+
+
+@here
+@torch.inference_mode()
+def test_worth() -> None:
+    seen, size = (torch.rand(3, 201, generator=random()).to(DEVICE) for _ in range(2))
+    alike = torch.rand(3, 201, generator=random()).mul(2.4).sub(1.2).to(DEVICE)
+    alike[0, 0], alike[0, 1], seen[0, 2] = NOBODY, 1.0, 0.0
+    for power, value in ((0.5, 0.5), (1.0, 0.0), (0.3, 2.0), (0.0, 1.0)):
+        given = [seen, alike if power else None, size]
+        exact = [t if t is None else t.double() for t in given]
+        found, expected = worth.worth(*given, power, value), worth.reference(*exact, power, value)  # type: ignore[arg-type]
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == torch.float32
+            assert ((one - other).abs() <= 1e-6 * other.abs() + 1e-12).all()
 
 
 def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

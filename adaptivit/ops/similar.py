@@ -8,9 +8,9 @@ every image, with offsets None.
     u_i = x_i / |x_i|,  x_i = 1/H sum_h k_hi            units [B N, 2, d], in place of the cell
     nearest(i) = argmax_j u_i . u_j  over j != i that are asked for, of equals the first
 
-A unit vector is stored as two float16, u = high + low, and a cosine is high.high + high.low + low.high on the tensor
-cores, summed in float32: about as exact as float32 (what is left out, low.low, is at most 2^-22), in a fraction of its
-time. The cosines are never stored. NaN is like nobody.
+A unit vector is stored as two float16, 64 u = high + low (64, so that low is no denormal number), and a cosine is
+high.high + high.low + low.high on the tensor cores, summed in float32: about as exact as float32 (what is left out,
+low.low, is at most 2^-22), in a fraction of its time. The cosines are never stored. NaN is like nobody.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _cells(index: Tensor, offsets: Tensor | None, slots: int) -> Tensor:
 
 
 def _halves(unit: Tensor) -> Tensor:
-    """[..., d] -> [..., 2, d] float16: a number, and what is missing from it."""
-    high = unit.half()
-    return torch.stack([high, (unit - high.to(unit.dtype)).half()], -2)
+    """[..., d] -> [..., 2, d] float16: 64 times a number, and what is missing from that."""
+    high = (64 * unit).half()
+    return torch.stack([high, (64 * unit - high.to(unit.dtype)).half()], -2)
 
 
 def units_reference(k: Tensor, index: Tensor, offsets: Tensor | None, batch: int, slots: int) -> Tensor:
@@ -47,7 +47,7 @@ def units_reference(k: Tensor, index: Tensor, offsets: Tensor | None, batch: int
 
 def _closest(one: Tensor, two: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     """units [B, n, 2, d] and [B, m, 2, d], allowed [B, n, m] -> the highest cosine and whose it is, -inf and -1."""
-    cosine = one.double().sum(2) @ two.double().sum(2).transpose(1, 2)
+    cosine = one.double().sum(2) @ two.double().sum(2).transpose(1, 2) / 4096
     cosine = cosine.masked_fill(~allowed | cosine.isnan(), float("-inf"))
     if not cosine.shape[-1]:
         return cosine.new_full(cosine.shape[:2], float("-inf")).float(), allowed.new_full(
@@ -121,7 +121,7 @@ if triton is not None:
                 x += tl.load(k_pointer + place + head * head_stride, mask=inside, other=0.0).to(tl.float32)
             x = x / HEADS
             length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
-            unit = x / length[:, None]
+            unit = x / length[:, None] * 64.0
             high = unit.to(tl.float16)
             to = out_pointer + cell[:, None] * (2 * d) + c[None, :]
             tl.store(to, high, mask=inside)
@@ -223,7 +223,7 @@ if triton is not None:
         found = asks & (best > float("-inf"))
         winner = _slot_of(two_pointer, image, j, found, start, slots, two_image, two_stride, RAGGED)
         winner = tl.where(found, winner, -1)
-        best = tl.where(found, best, float("-inf"))
+        best = tl.where(found, best * (1.0 / 4096.0), float("-inf"))
         if WHAT == 2:
             out = image.to(tl.int64) * n + i
             tl.store(value_pointer + out, best, mask=inside)
