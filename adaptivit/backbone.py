@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .draws import draw
 from .errors import UnsupportedBackbone
 from .layouts import Layout
+from .layouts.similarity import mean_key
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ EVIDENCE = {
     "gelu": "[B, N] the same after the activation",
     "received": "[B, N] attention received: mean over heads and queries (A-MoD's column mean)",
     "class_row": "[B, N] the class token's attention row, mean over heads (EViT)",
-    "keys": "[B, N, d] keys, mean over heads (ToMe's metric)",
-    "similarity": "layouts.Similarity: cosine of those keys, which finds every token's nearest other (folding)",
+    "keys": "[B, N, d] keys, mean over heads",
+    "match": "layouts.Match: finds for some tokens the most similar of others, by the cosine of those keys (ToMe)",
+    "similarity": "layouts.Similarity: that cosine of all tokens, which finds every token's nearest other (folding)",
     "ghost": "[B, D] what the block makes of a zeroed, masked row (a halted token in A-ViT's public code)",
 }
 
@@ -146,9 +148,11 @@ def look(layout: Layout, taps: Taps, q: Tensor, k: Tensor) -> None:
         if "class_row" in taps.wanted:
             taps.give("class_row", layout.attention_rows(q, k, "class"))
         if "keys" in taps.wanted:
-            taps.give("keys", layout.grid(k.float().mean(-2)))
+            taps.give("keys", layout.grid(mean_key(k)))
+        if "match" in taps.wanted:
+            taps.give("match", layout.match(k))
         if "similarity" in taps.wanted:
-            taps.give("similarity", layout.similarity(k.float().mean(-2)))
+            taps.give("similarity", layout.similarity(k))
 
 
 def attention(block: Any, layout: Layout, taps: Taps) -> None:

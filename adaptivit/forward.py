@@ -126,6 +126,7 @@ class _Run:
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]
     cap: Cap | None = None
+    behind: Tensor | None = None  # [N] bool: slots behind the prefix tokens
     keeps: bool = False  # last values are wanted of tokens that a head sees as zeros, too
     zeroed: tuple[Tensor, Tensor] | None = None  # who that is [B, N], and their last values [B, N, D]
 
@@ -186,7 +187,10 @@ class View:
     @property
     def patches(self) -> Tensor:
         """[B, N] bool: the present tokens that are not class, distillation or register tokens."""
-        return self.present & (torch.arange(self.present.shape[1], device=self.present.device) >= self.shape.prefix)
+        if self._run.behind is None:
+            slots = torch.arange(self.present.shape[1], device=self.present.device)
+            self._run.behind = slots >= self.shape.prefix
+        return self.present & self._run.behind
 
     @property
     def shift(self) -> Tensor | None:

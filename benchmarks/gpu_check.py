@@ -17,7 +17,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 
 import adaptivit
 from adaptivit.model import AdaptiveViT
-from adaptivit.ops import attention, compact, evidence, linear, norm, norm_linear, patches, ragged, weighted_kernels
+from adaptivit.ops import (
+    attention,
+    compact,
+    evidence,
+    linear,
+    norm,
+    norm_linear,
+    pairs,
+    patches,
+    ragged,
+    similar,
+    weighted_kernels,
+)
 from adaptivit.profiles import drawn_trace
 
 WRONG: list[str] = []
@@ -100,6 +112,59 @@ def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
             close(f"{what} row {name}", got, evidence.reference(q64, k64, offsets, weight, what)[:live], BOUND[dtype])
 
 
+def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool) -> None:
+    """Cosines against float64; the tokens that are found, where the float64 cosine of no other is within 1e-6."""
+    here = torch.rand(9, slots, device="cuda") < 0.7 if ragged_rows else torch.ones(9, slots, device="cuda").bool()
+    cells = here.flatten().nonzero()[:, 0]
+    live, among = len(cells), torch.rand(9, slots, device="cuda") < 0.6
+    k = rows_of(live, noise(live + 7, 3, 4, width, dtype=dtype) + noise(4, width, dtype=dtype))[:, 1]
+    index, offsets = torch.arange(slots, device="cuda").expand(9, slots), None
+    if ragged_rows:
+        index = torch.cat([cells, cells.new_zeros(7)]).int()
+        offsets = torch.cat([cells.new_zeros(1), here.sum(-1).cumsum(0)]).int()
+    else:
+        k = k[:live]
+    name = f"{str(dtype)[6:]} d {width} n {slots} {'ragged' if ragged_rows else 'equal'}"
+    units = similar.units(k, index, offsets, 9, slots)
+    x = k[:live].double().mean(1)
+    exact = torch.zeros(9 * slots, width, device="cuda", dtype=torch.float64)
+    exact[cells] = x / x.norm(dim=-1, keepdim=True)
+    close(f"units {name}", units[cells].double().sum(1) / 64, exact[cells], 2e-7)
+    u = exact.unflatten(0, (9, slots))
+    cosine = (u @ u.transpose(1, 2)).masked_fill(torch.eye(slots, device="cuda").bool(), float("-inf"))
+
+    def compare(what: str, value: Tensor, slot: Tensor, cosine: Tensor) -> None:
+        two = cosine.topk(2, -1) if cosine.shape[-1] > 1 else cosine.expand(*cosine.shape[:2], 2).topk(2, -1)
+        best, some = two.values[..., 0], two.values[..., 0] > float("-inf")
+        close(f"{what} {name}", value[some], best[some], 1e-6)
+        clear = ~some | (two.values[..., 0] - two.values[..., 1] > 1e-6)
+        same = torch.equal(slot[clear], torch.where(some, two.indices[..., 0], -1)[clear])
+        print(f"{'ok   ' if same else 'WRONG'} {what}: who, {name}")
+        WRONG.extend([] if same else [f"{what}: who, {name}"])
+
+    allowed = here[:, :, None] & (among & here)[:, None, :]
+    found = similar.nearest(units, index, offsets, among, here)
+    compare("nearest", *found, cosine.masked_fill(~allowed, float("-inf")))
+    leaving, patches_ = ~among, here & (torch.arange(slots, device="cuda") > 0)
+    stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
+    into = similar.joins(units, index, offsets, leaving, patches_, here)
+    into = torch.where(leaving, into, -1)
+    best = cosine.masked_fill(~stay, float("-inf"))
+    compare("joins", best.max(-1).values, into, best)
+    if not ragged_rows and slots > 3:
+        order = torch.stack([torch.cat([cells.new_zeros(1), torch.randperm(slots - 1, device="cuda") + 1])] * 9)
+        a, b = order[:, ::2], order[:, 1::2]
+        value, slot = similar.match(units, a, b, slots, 1)
+        column = torch.where(slot < 0, -1, (slot[..., None] == b[:, None]).long().argmax(-1))
+        pick = cosine.gather(1, a[..., None].expand(-1, -1, slots)).gather(2, b[:, None].expand(-1, a.shape[1], -1))
+        compare("match", value, column, pick.masked_fill((a < 1)[..., None], float("-inf")))
+        given = (value, slot, order, here, (slots - 1) // 3, 1)
+        got, want = pairs.pairs(*given), pairs.reference(*given)
+        same = all(torch.equal(one, two) for one, two in zip(got, want, strict=True))
+        print(f"{'ok   ' if same else 'WRONG'} pairs {name}")
+        WRONG.extend([] if same else [f"pairs {name}"])
+
+
 def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:
     given = [noise(2, 3, tokens, width, dtype=dtype).requires_grad_() for _ in range(3)]
     weight = (torch.rand(2, tokens, device="cuda") * 2 * (torch.rand(2, tokens, device="cuda") < 0.6)).requires_grad_()
@@ -159,6 +224,9 @@ def main() -> None:
         for width in (32, 64, 80):
             attempt("attention", lambda d=dtype, w=width: check_attention(d, w, [1, 0, 197, 64, 33]))  # type: ignore[misc]
         attempt("long", lambda d=dtype: check_attention(d, 64, [1025, 1, 577]))  # type: ignore[misc]
+        for width, tokens in ((64, 197), (32, 1), (80, 65), (64, 1025)):
+            for kind in (False, True):
+                attempt("similar", lambda d=dtype, w=width, n=tokens, r=kind: check_similar(d, w, n, r))  # type: ignore[misc]
         for width, tokens in ((64, 197), (32, 1), (80, 65)):
             attempt("weighted", lambda d=dtype, w=width, n=tokens: check_weighted(d, w, n))  # type: ignore[misc]
     stay = torch.rand(300, 197, device="cuda") < 0.5
@@ -179,7 +247,11 @@ def main() -> None:
     trace = drawn_trace([1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], batch=5, tokens=197, seed=1)
     for policy, settings in (
         *(("static", {}), ("static", {"depth": 5}), ("replay", {"trace": trace}), ("aht", {"gamma": 10, "beta": -4.0})),
-        *(("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}), ("avit", {"gate_scale": 10, "gate_center": 2.0})),
+        *(("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}), ("dynamicvit", {"leave": "fold"})),
+        *(
+            ("aht", {"gamma": 4, "beta": -9.0, "feature": "worth", "leave": "fold"}),
+            ("avit", {"gate_scale": 10, "gate_center": 2.0}),
+        ),
         *(
             ("amod", {}),
             ("mod", {}),

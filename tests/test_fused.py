@@ -61,14 +61,19 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "aht": ("aht", HALTING),
     "aht, mean field": ("aht", HALTING | {"class_token": "mean_field"}),
     "aht, folds": ("aht", HALTING | {"leave": "fold"}),
+    "aht, worth": ("aht", {"feature": "worth", "leave": "fold", "gamma": 2.0, "beta": -5.0}),
     "aht, the plan acts": ("aht", HALTING | {"plan_weight": 0.7}),
     "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
+    "avit, folds": ("avit", {"gate_scale": 2.0, "gate_center": 0.5, "leave": "fold"}),
     "amod": ("amod", {}),
     "mod": ("mod", {}),
     "dynamicvit": ("dynamicvit", {}),
+    "dynamicvit, folds": ("dynamicvit", {"leave": "fold"}),
     "evit": ("evit", {}),
     "tome": ("tome", {"r": 3}),
+    "tome, all it can": ("tome", {"r": 50}),
     "fold": ("fold", {"keep": 0.8}),
+    "fold, by all queries": ("fold", {"keep": 0.6, "evidence": "column", "power": 1.0, "value": 0.0}),
 }
 policies = pytest.mark.parametrize("case", POLICIES)
 
@@ -163,6 +168,15 @@ def test_backbones(kind: str) -> None:
             assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
     else:
         check(model, images_of(), ask=("tokens",) if kind == "average" else ())
+
+
+@here
+@pytest.mark.parametrize("case", ["tome", "fold"])
+@pytest.mark.parametrize("kind", ["distilled", "registers", "average", "average without a class token", "wide heads"])
+def test_merging_backbones(case: str, kind: str) -> None:
+    """Prefix tokens of every number, and a head as wide as 80."""
+    output = check(make(case, BACKBONES[kind]), images_of())
+    assert not output.trace.attended.all()
 
 
 @here
@@ -262,6 +276,7 @@ def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
     kernels.on_cpu = True
     laws.test_attend(layout, case)
     laws.test_evidence(layout, case)
+    laws.test_nearest(layout, case)
 
 
 # -- what they do not run -------------------------------------------------------------------------------------------
@@ -347,7 +362,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 REPLAYED = random_trace(["none", "drop", "none", "skip", "none", "none", "none", "merge", "none"], 9, 2)
-TRACED = [(case, None) for case in ("aht", "tome", "fold", "amod", "dynamicvit", "evit", "replay")]
+TRACED = [(case, None) for case in ("aht", "tome", "fold", "amod", "dynamicvit", "evit", "replay", "aht, worth")]
 
 
 @here

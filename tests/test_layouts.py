@@ -238,7 +238,8 @@ def test_nearest(make: type[Layout], case: str) -> None:
     layout, weight = settled(make, case)
     keys, among = noise(B, N, 3, seed=6), noise(B, N, seed=7) > 0
     among[3] = False
-    value, slot = layout.similarity(to_rows(layout, keys)).nearest(among)
+    raw = keys[:, :, None] + torch.tensor([-1.0, 1.0])[:, None]  # of two heads
+    value, slot = layout.similarity(to_rows(layout, raw)).nearest(among)
     for b in range(B):
         for i in range(N):
             others = [j for j in range(N) if among[b, j] and weight[b, j] > 0 and j != i]

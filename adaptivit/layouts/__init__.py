@@ -12,7 +12,7 @@ from .device import PackedOnDevice
 from .gathered import Gathered
 from .masked import Masked
 from .packed import Packed
-from .similarity import Similarity
+from .similarity import Match, Similarity
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "packed": Packed, "gathered": Gathered}
 
@@ -22,6 +22,7 @@ __all__ = [
     "Gathered",
     "Layout",
     "Masked",
+    "Match",
     "Packed",
     "PackedOnDevice",
     "Plan",

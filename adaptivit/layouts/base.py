@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..decision import Decision, Drop, Keep, Merge, Skip
 from ..errors import UserError
-from .similarity import Similarity
+from .similarity import Match, Similarity, mean_key
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
@@ -176,8 +176,12 @@ class Layout(ABC):
         """[B, N] attention a token receives, mean over heads, from `class` (slot 0) or `all` (mean over queries)."""
 
     @abstractmethod
-    def similarity(self, keys: Tensor) -> Similarity:
-        """[R, d] -> the cosine between the tokens of each image that take part."""
+    def similarity(self, k: Tensor) -> Similarity:
+        """[R, H, d] -> the cosine between the tokens of each image that take part."""
+
+    def match(self, k: Tensor) -> Match:
+        """[R, H, d] -> the same between some tokens and others, when it is asked for."""
+        return Match(self.grid(mean_key(k)))
 
     def remaining(self) -> Tensor:
         """[B, n, D] the tokens that have not left, in slot order, where every image has as many."""

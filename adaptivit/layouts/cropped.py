@@ -12,7 +12,7 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
 from .base import Layout, take
-from .similarity import Similarity
+from .similarity import Cosines, Similarity, mean_key
 
 
 class Cropped(Layout):
@@ -116,9 +116,9 @@ class Cropped(Layout):
         a = a if self.stays is None else a * self.stays[..., None]
         return self.grid(a.sum(1) / self.here.sum(-1, keepdim=True).clamp_min(1))
 
-    def similarity(self, keys: Tensor) -> Similarity:
-        image = torch.arange(self.batch, device=keys.device)[:, None]
-        return Similarity([(keys, image * self.slots + self.places)], self.here)
+    def similarity(self, k: Tensor) -> Similarity:
+        image = torch.arange(self.batch, device=k.device)[:, None]
+        return Cosines([(mean_key(k), image * self.slots + self.places)], self.here)
 
     def leading(self) -> Tensor:
         rows, places, stays = self.rows, self.places, self.stays

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
 from .base import Layout, Plan, Stream, widened
-from .similarity import Similarity
+from .similarity import Match, Similarity, SimilarityOnDevice
 
 
 class PackedOnDevice(Layout):
@@ -156,9 +156,11 @@ class PackedOnDevice(Layout):
         row = self.grid(look(q, k, self.offsets, self.slots, self._row_weight()))
         return row if there is None else row * there
 
-    def similarity(self, keys: Tensor) -> Similarity:
-        cells = torch.arange(self.live.numel(), device=keys.device).view(self.live.shape)
-        return Similarity([(self.grid(keys), cells)], self.here)
+    def similarity(self, k: Tensor) -> Similarity:
+        return SimilarityOnDevice(k, self.cells, self.offsets, self.here)
+
+    def match(self, k: Tensor) -> Match:
+        return SimilarityOnDevice(k, self.cells, self.offsets, self.here)
 
     def leading(self) -> Tensor:
         now = self._first(self._held, self._index, self.place)

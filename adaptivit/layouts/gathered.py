@@ -14,7 +14,7 @@ from ..decision import Drop, Merge, Skip
 from ..ops import attention, evidence, ragged
 from ..ops.kernels import usable
 from .base import Layout, same_count, take, widened
-from .similarity import Similarity
+from .similarity import Cosines, Match, Similarity, SimilarityOnDevice, mean_key
 
 
 def kernels_run(t: Tensor) -> bool:
@@ -145,9 +145,16 @@ class Gathered(Layout):
             return self.grid(attention.probabilities(q[:, :, :1], k, weight).mean((1, 2)) * there)
         return self.grid(attention.probabilities(q, k, weight).mean((1, 2)))
 
-    def similarity(self, keys: Tensor) -> Similarity:
-        image = torch.arange(self.batch, device=keys.device)[:, None]
-        return Similarity([(keys, image * self.slots + self.places)], self.here)
+    def similarity(self, k: Tensor) -> Similarity:
+        if kernels_run(k):
+            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
+        image = torch.arange(self.batch, device=k.device)[:, None]
+        return Cosines([(mean_key(k), image * self.slots + self.places)], self.here)
+
+    def match(self, k: Tensor) -> Match:
+        if kernels_run(k):
+            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
+        return super().match(k)
 
     def leading(self) -> Tensor:
         if self._whole:

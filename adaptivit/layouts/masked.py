@@ -11,7 +11,7 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
 from .base import Layout, widened
-from .similarity import Similarity
+from .similarity import Cosines, Similarity, mean_key
 
 
 class Masked(Layout):
@@ -117,9 +117,9 @@ class Masked(Layout):
         count = self.here.sum(-1).clamp_min(1)
         return self.grid(a.mean(1).sum(1) / count[:, None])
 
-    def similarity(self, keys: Tensor) -> Similarity:
-        cells = torch.arange(self.live.numel(), device=keys.device).view(self.live.shape)
-        return Similarity([(keys, cells)], self.here)
+    def similarity(self, k: Tensor) -> Similarity:
+        cells = torch.arange(self.live.numel(), device=k.device).view(self.live.shape)
+        return Cosines([(mean_key(k), cells)], self.here)
 
     def leading(self) -> Tensor:
         return self.rows[:, : self.read]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
 from .base import Layout, widened
-from .similarity import Similarity
+from .similarity import Cosines, Similarity, mean_key
 
 FEW = 32  # images that keep their order
 
@@ -182,11 +182,11 @@ class Packed(Layout):
             received.append(a.flatten())
         return self.grid(torch.cat(received) if received else q.new_zeros(0, dtype=torch.float32))
 
-    def similarity(self, keys: Tensor) -> Similarity:
-        parts = []
+    def similarity(self, k: Tensor) -> Similarity:
+        keys, parts = mean_key(k), []
         for rows, images, n in self._buckets():
             parts.append((keys[rows].unflatten(0, (images, n)), self.cells[rows].reshape(images, n)))
-        return Similarity(parts, self.here)
+        return Cosines(parts, self.here)
 
     def leading(self) -> Tensor:
         out = self._parked.flatten(0, 1)

@@ -1,19 +1,48 @@
 """How alike the tokens of an image are, kept as the layout stores them: only answers come back to the grid.
 
-Shapes: B images, N slots; a part is b images of n rows each.
+Shapes: B images, N slots, H heads, d head width; a part is b images of n rows each. Tokens are compared by the cosine
+of their keys, mean over heads (ToMe's metric).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops import similar
 
-class Similarity:
-    """Cosine of head-mean keys between the tokens of each image that take part (ToMe's metric)."""
+
+def mean_key(k: Tensor) -> Tensor:
+    """[..., H, d] -> [..., d] float32."""
+    return k.float().mean(-2)
+
+
+class Similarity(ABC):
+    """Who is most alike among the tokens of each image that take part."""
+
+    here: Tensor  # [B, N] bool: who takes part
+
+    @abstractmethod
+    def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
+        """For every token its most similar other one out of `among` [B, N] bool: cosine [B, N] and slot [B, N].
+
+        -inf and -1 where there is none, or the token itself takes no part.
+        """
+
+    def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
+        """[B, N] slot where everyone goes: leaving patches to the most similar patch that stays, -1 where there is none
+        and for others that leave; whoever does not leave, to its own."""
+        _, nearest = self.nearest(patches & ~leaving)
+        slot = torch.arange(leaving.shape[1], device=leaving.device).expand_as(leaving)
+        return torch.where(leaving, torch.where(patches, nearest, -1), slot)
+
+
+class Cosines(Similarity):
+    """All of them at once."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], here: Tensor) -> None:
         """parts: keys [b, n, d] and their cells [b, n] = image * N + slot; here [B, N] who takes part."""
@@ -29,10 +58,6 @@ class Similarity:
             self.parts.append((cosine.masked_fill(own, float("-inf")), cells))
 
     def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
-        """For every token its most similar other one out of `among` [B, N] bool: cosine [B, N] and slot [B, N].
-
-        -inf and -1 where there is none, or the token itself takes no part.
-        """
         slots = self.here.shape[1]
         value = torch.full((self.here.numel(),), float("-inf"), device=self.here.device)
         slot = torch.full((self.here.numel(),), -1, device=self.here.device)
@@ -45,3 +70,42 @@ class Similarity:
             value = value.index_copy(0, cells.flatten(), best.flatten())
             slot = slot.index_copy(0, cells.flatten(), other.flatten())
         return value.view_as(self.here), slot.view_as(self.here)
+
+
+class Match:
+    """Finds for some tokens the most similar one of others. Nothing is multiplied before it is asked for: who asks
+    counts it."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.unit = F.normalize(keys, dim=-1)  # [B, N, d]
+
+    def match(self, a: Tensor, b: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        """For every token of a list of slots a [B, n] the most similar one of b [B, m]: cosine and slot [B, n].
+
+        Slots below `least` take no part: -inf, and any slot.
+        """
+        wide = (-1, -1, self.unit.shape[-1])
+        ka, kb = (self.unit.gather(1, s[..., None].expand(wide)) for s in (a, b))
+        with torch.autocast(ka.device.type, enabled=False):
+            cosine = ka @ kb.transpose(1, 2)
+        cosine = cosine.masked_fill((a < least)[:, :, None] | (b < least)[:, None, :], float("-inf"))
+        best, partner = cosine.max(-1)
+        return best, b.gather(1, partner)
+
+
+class SimilarityOnDevice(Similarity, Match):
+    """Both through the kernels (ops/similar.py): unit vectors alone are stored, cosines never."""
+
+    def __init__(self, k: Tensor, index: Tensor, offsets: Tensor | None, here: Tensor) -> None:
+        """k [R, H, d], and whose rows they are, as in ops/similar.py."""
+        self.here, self.index, self.offsets = here, index, offsets
+        self.unit = similar.units(k, index, offsets, *here.shape)
+
+    def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
+        return similar.nearest(self.unit, self.index, self.offsets, among, self.here)
+
+    def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
+        return similar.joins(self.unit, self.index, self.offsets, leaving, patches, self.here)
+
+    def match(self, a: Tensor, b: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        return similar.match(self.unit, a, b, self.here.shape[1], least)

@@ -26,6 +26,7 @@ from ..backbone import Shape
 from ..cost import CostModel
 from ..decision import Merge
 from ..errors import UserError
+from ..ops.worth import worth
 from ..policy_settings import FoldSettings
 from .base import Policy
 from .selection import check_blocks, fold, top
@@ -84,12 +85,9 @@ class Fold(Policy):
         if view.layer not in self.stages or count == (state.counts[view.layer - 1] if view.layer else -1):
             return None
         similarity, settings = view.found["similarity"], self.settings
-        seen = score = view.found[self.look]
-        if settings.power:
-            alike, _ = similarity.nearest(patches)
-            score = score * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** settings.power
+        alike = similarity.nearest(patches)[0] if settings.power else None
+        score, say = worth(view.found[self.look], alike, state.size, settings.power, settings.value)
         view.note(score, view.layer + 1)
-        say = state.size * seen.clamp_min(1e-9) ** settings.value
         merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity, say)
         assert merge.size is not None
         state.size = merge.size

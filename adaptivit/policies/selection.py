@@ -52,7 +52,4 @@ def fold(leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity,
 
     Whoever is no patch, or finds none that stays, leaves and joins nobody.
     """
-    _, nearest = similarity.nearest(patches & ~leaving)
-    slot = torch.arange(size.shape[1], device=size.device).expand_as(leaving)
-    into = torch.where(leaving, torch.where(patches, nearest, -1), slot)
-    return join(into, size, similarity.here, say)
+    return join(similarity.joins(leaving, patches), size, similarity.here, say)

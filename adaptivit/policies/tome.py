@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backbone import Shape
 from ..decision import Merge
 from ..errors import UserError
+from ..ops.pairs import pairs
 from ..policy_settings import ToMeSettings
 from .base import Policy
 from .selection import join
@@ -71,7 +71,7 @@ class ToMe(Policy):
         return other
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        return frozenset({"keys"}) if self.r[layer] > 0 else frozenset()
+        return frozenset({"match"}) if self.r[layer] > 0 else frozenset()
 
     def start(self, view: View) -> State:
         slots = torch.arange(view.present.shape[1], device=view.present.device)
@@ -84,36 +84,13 @@ class ToMe(Policy):
         if r <= 0:
             return None
         a, b = order[:, ::2], order[:, 1::2]  # slots
-        keys = F.normalize(view.found["keys"], dim=-1)
-        wide = (-1, -1, keys.shape[-1])
-        ka, kb = (keys.gather(1, s[..., None].expand(wide)) for s in (a, b))
-        with torch.autocast(keys.device.type, enabled=False):
-            score = ka @ kb.transpose(1, 2)
-        view.spend(float(a.shape[1] * b.shape[1] * keys.shape[-1]))
-        score = score.masked_fill((a < prefix)[:, :, None] | (b < prefix)[:, None, :], float("-inf"))
-        best, partner = score.max(-1)
+        best, partner = view.found["match"].match(a, b, prefix)
+        view.spend(float(a.shape[1] * b.shape[1] * (self.shape.attention_dim // self.shape.heads)))
         if "keep_scores" in view.asked:
             unranked = torch.full(view.present.shape, float("nan"), device=best.device)
             view.note(unranked.scatter(1, a, -best.float()), view.layer + 1)
-        edge = best.argsort(dim=-1, descending=True, stable=True)
-        gone, stay = edge[:, :r], edge[:, r:]
-        if prefix:  # without a class token the authors leave them by falling similarity
-            stay = stay.sort(dim=-1).values
-        leaving, target = a.gather(1, gone), b.gather(1, partner.gather(1, gone))
-        state.order = _reorder(a.gather(1, stay), b, prefix)
-        into = torch.arange(view.present.shape[1], device=a.device).expand(view.present.shape)
-        into = into.scatter(1, leaving, target)
+        into, state.order = pairs(best, partner, order, view.present, r, prefix)
         merge = join(into, state.size, view.present)
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, size=merge.size if self.settings.prop_attn else None, count=n - r)
-
-
-def _reorder(stay: Tensor, b: Tensor, prefix: int) -> Tensor:
-    """[B, n - r] the prefix tokens first, then the rest of A, then the rest of B."""
-    both = torch.cat([stay, b], 1)
-    if prefix < 2:
-        return both
-    first = (both >= prefix).long().argsort(dim=-1, stable=True)
-    both = both.gather(1, first)
-    return torch.cat([both[:, :prefix].sort(dim=-1).values, both[:, prefix:]], 1)

@@ -1,0 +1,391 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Who is most alike: keys as unit vectors, and for every token its most similar other one, by their cosine.
+
+Shapes: B images, N slots, cell = image * N + slot; R rows that there is room for, H heads, d head width. `index` says
+whose the rows are: [R] cells, image after image, with offsets [B + 1] as in ragged.py; or [B, n] slots, as many of
+every image, with offsets None.
+
+    u_i = x_i / |x_i|,  x_i = 1/H sum_h k_hi            units [B N, 2, d], in place of the cell
+    nearest(i) = argmax_j u_i . u_j  over j != i that are asked for, of equals the first
+
+A unit vector is stored as two float16, 64 u = high + low (64, so that low is no denormal number), and a cosine is
+high.high + high.low + low.high on the tensor cores, summed in float32: about as exact as float32 (what is left out,
+low.low, is at most 2^-22), in a fraction of its time. The cosines are never stored. NaN is like nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import power_of_two, tl, triton, usable
+
+NEAREST, JOINS, MATCH = 0, 1, 2  # what is asked of the kernel
+
+
+def _cells(index: Tensor, offsets: Tensor | None, slots: int) -> Tensor:
+    """The cell of every live row, for the references alone."""
+    if offsets is not None:
+        return index[: int(offsets[-1])].long()
+    return (torch.arange(len(index), device=index.device)[:, None] * slots + index).flatten()
+
+
+def _halves(unit: Tensor) -> Tensor:
+    """[..., d] -> [..., 2, d] float16: 64 times a number, and what is missing from that."""
+    high = (64 * unit).half()
+    return torch.stack([high, (64 * unit - high.to(unit.dtype)).half()], -2)
+
+
+def units_reference(k: Tensor, index: Tensor, offsets: Tensor | None, batch: int, slots: int) -> Tensor:
+    """[R, H, d] -> [B N, 2, d]; zero where there is no row."""
+    cells = _cells(index, offsets, slots)
+    x = k[: len(cells)].to(torch.promote_types(k.dtype, torch.float32)).mean(1)
+    unit = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    out = torch.zeros(batch * slots, 2, k.shape[-1], dtype=torch.float16, device=k.device)
+    return out.index_copy(0, cells, _halves(unit))
+
+
+def _closest(one: Tensor, two: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """units [B, n, 2, d] and [B, m, 2, d], allowed [B, n, m] -> the highest cosine and whose it is, -inf and -1."""
+    cosine = one.double().sum(2) @ two.double().sum(2).transpose(1, 2) / 4096
+    cosine = cosine.masked_fill(~allowed | cosine.isnan(), float("-inf"))
+    if not cosine.shape[-1]:
+        return cosine.new_full(cosine.shape[:2], float("-inf")).float(), allowed.new_full(
+            cosine.shape[:2], -1, dtype=torch.long
+        )
+    best, j = cosine.max(-1)
+    return best.float(), torch.where(best > float("-inf"), j, -1)
+
+
+def nearest_reference(units: Tensor, among: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, N] cosine and slot."""
+    u = units.unflatten(0, here.shape).masked_fill(~here[..., None, None], 0.0)
+    own = torch.eye(here.shape[1], dtype=torch.bool, device=here.device)
+    return _closest(u, u, here[:, :, None] & (among & here)[:, None, :] & ~own)
+
+
+def joins_reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
+    """[B, N] slot."""
+    _, slot = nearest_reference(units, patches & ~leaving, here)
+    own = torch.arange(here.shape[1], device=here.device).expand_as(here)
+    return torch.where(leaving, torch.where(patches, slot, -1), own)
+
+
+def match_reference(units: Tensor, a: Tensor, b: Tensor, slots: int, least: int) -> tuple[Tensor, Tensor]:
+    """[B, n] cosine and slot."""
+    u = units.unflatten(0, (len(a), slots))
+    one, two = (u.gather(1, s[..., None, None].expand(-1, -1, *u.shape[2:])) for s in (a, b))
+    best, j = _closest(one, two, (a >= least)[:, :, None] & (b >= least)[:, None, :])
+    return best, torch.where(j < 0, -1, b.gather(1, j.clamp_min(0)))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _units_kernel(
+        k_pointer,
+        index_pointer,
+        offsets_pointer,
+        out_pointer,
+        rows,  # there is room for
+        batch,
+        slots,
+        row_stride,
+        head_stride,
+        image_length,
+        image_stride,
+        index_stride,
+        HEADS: tl.constexpr,
+        d: tl.constexpr,
+        WIDE: tl.constexpr,
+        TM: tl.constexpr,
+        RAGGED: tl.constexpr,
+    ):
+        if RAGGED:
+            rows = tl.load(offsets_pointer + batch)
+        if tl.program_id(0) * TM < rows:
+            row = tl.program_id(0) * TM + tl.arange(0, TM)
+            there = row < rows
+            if RAGGED:
+                cell = tl.load(index_pointer + row, mask=there, other=0).to(tl.int64)
+            else:
+                image = row // image_length
+                at = image.to(tl.int64) * image_stride + (row % image_length) * index_stride
+                slot = tl.load(index_pointer + at, mask=there, other=0)
+                cell = image.to(tl.int64) * slots + slot
+            c = tl.arange(0, WIDE)
+            inside = there[:, None] & (c < d)[None, :]
+            place = row.to(tl.int64)[:, None] * row_stride + c[None, :]
+            x = tl.zeros((TM, WIDE), dtype=tl.float32)
+            for head in tl.static_range(HEADS):
+                x += tl.load(k_pointer + place + head * head_stride, mask=inside, other=0.0).to(tl.float32)
+            x = x / HEADS
+            length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
+            unit = x / length[:, None] * 64.0
+            high = unit.to(tl.float16)
+            to = out_pointer + cell[:, None] * (2 * d) + c[None, :]
+            tl.store(to, high, mask=inside)
+            tl.store(to + d, (unit - high.to(tl.float32)).to(tl.float16), mask=inside)
+
+    @triton.jit
+    def _slot_of(list_pointer, image, i, inside, start, slots, image_stride, stride, RAGGED: tl.constexpr):
+        """The slot of the i-th of a list of tokens."""
+        if RAGGED:
+            slot = tl.load(list_pointer + start + i, mask=inside, other=0).to(tl.int32) - image * slots
+        else:
+            at = list_pointer + image.to(tl.int64) * image_stride + i * stride
+            slot = tl.load(at, mask=inside, other=0).to(tl.int32)
+        return tl.where(inside, slot, 0)
+
+    @triton.jit
+    def _closest_kernel(
+        units_pointer,
+        offsets_pointer,
+        one_pointer,  # who asks
+        two_pointer,  # who is asked for
+        among_pointer,  # [B, N]: who is asked for (NEAREST), patches (JOINS)
+        leaving_pointer,  # [B, N] (JOINS)
+        here_pointer,  # [B, N]
+        value_pointer,
+        slot_pointer,
+        tiles,
+        slots,
+        least,
+        n,
+        m,
+        one_image,
+        one_stride,
+        two_image,
+        two_stride,
+        d: tl.constexpr,
+        WIDE: tl.constexpr,
+        TM: tl.constexpr,
+        TN: tl.constexpr,
+        WHAT: tl.constexpr,
+        RAGGED: tl.constexpr,
+    ):
+        image = tl.program_id(0) // tiles
+        first = tl.program_id(0) % tiles * TM
+        start = 0
+        if RAGGED:
+            start = tl.load(offsets_pointer + image)
+            n = tl.load(offsets_pointer + image + 1) - start
+            m = n
+        base = image.to(tl.int64) * slots
+        units_pointer += base * (2 * d)
+        among_pointer += base
+        leaving_pointer += base
+        here_pointer += base
+        i = first + tl.arange(0, TM)
+        inside = i < n
+        c = tl.arange(0, WIDE)
+        slot = _slot_of(one_pointer, image, i, inside, start, slots, one_image, one_stride, RAGGED)
+        asks = inside
+        if WHAT == 2:
+            asks = inside & (slot >= least)
+        else:
+            inside = inside & (tl.load(here_pointer + slot, mask=inside, other=0) != 0)
+            asks = inside
+        if WHAT == 1:
+            leaves = tl.load(leaving_pointer + slot, mask=inside, other=0) != 0
+            asks = leaves & (tl.load(among_pointer + slot, mask=inside, other=0) != 0)
+        place = slot[:, None] * (2 * d) + c[None, :]
+        seen = asks[:, None] & (c < d)[None, :]
+        high = tl.load(units_pointer + place, mask=seen, other=0.0)
+        low = tl.load(units_pointer + place + d, mask=seen, other=0.0)
+        top = tl.full((TM, TN), float("-inf"), dtype=tl.float32)
+        whose = tl.full((TM, TN), -1, dtype=tl.int32)
+        stop = tl.where(tl.max(asks.to(tl.int32), 0) > 0, m, 0)
+        for other in range(0, stop, TN):
+            j = other + tl.arange(0, TN)
+            allowed = j < m
+            rival = _slot_of(two_pointer, image, j, allowed, start, slots, two_image, two_stride, RAGGED)
+            if WHAT == 2:
+                allowed = allowed & (rival >= least)
+            else:
+                allowed = allowed & (tl.load(here_pointer + rival, mask=allowed, other=0) != 0)
+                allowed = allowed & (tl.load(among_pointer + rival, mask=allowed, other=0) != 0)
+            if WHAT == 1:
+                allowed = allowed & (tl.load(leaving_pointer + rival, mask=allowed, other=0) == 0)
+            at = rival[:, None] * (2 * d) + c[None, :]
+            known = allowed[:, None] & (c < d)[None, :]
+            their_high = tl.load(units_pointer + at, mask=known, other=0.0)
+            their_low = tl.load(units_pointer + at + d, mask=known, other=0.0)
+            s = tl.dot(low, their_high.T)
+            s = tl.dot(high, their_low.T, s)
+            s = tl.dot(high, their_high.T, s)
+            # columns of a tile keep their own best, so that nothing is compared across threads before the end
+            better = (s > top) & allowed[None, :] & (slot[:, None] != rival[None, :])
+            top = tl.where(better, s, top)
+            whose = tl.where(better, j[None, :], whose)
+        best = tl.max(top, 1)
+        j = tl.min(tl.where((top == best[:, None]) & (whose >= 0), whose, 2147483647), 1)
+        found = asks & (best > float("-inf"))
+        winner = _slot_of(two_pointer, image, j, found, start, slots, two_image, two_stride, RAGGED)
+        winner = tl.where(found, winner, -1)
+        best = tl.where(found, best * (1.0 / 4096.0), float("-inf"))
+        if WHAT == 2:
+            out = image.to(tl.int64) * n + i
+            tl.store(value_pointer + out, best, mask=inside)
+            tl.store(slot_pointer + out, winner.to(tl.int64), mask=inside)
+        else:
+            # the cells of this tile that have no row, whoever comes to their turn here
+            value_pointer += base
+            slot_pointer += base
+            absent = (i < slots) & (tl.load(here_pointer + i, mask=i < slots, other=1) == 0)
+            if WHAT == 1:
+                tl.store(slot_pointer + slot, tl.where(leaves, winner, slot).to(tl.int64), mask=inside)
+                gone = tl.load(leaving_pointer + i, mask=absent, other=0) != 0
+                tl.store(slot_pointer + i, tl.where(gone, -1, i).to(tl.int64), mask=absent)
+            else:
+                tl.store(value_pointer + slot, best, mask=inside)
+                tl.store(slot_pointer + slot, winner.to(tl.int64), mask=inside)
+                tl.store(value_pointer + i, tl.full((TM,), float("-inf"), dtype=tl.float32), mask=absent)
+                tl.store(slot_pointer + i, tl.full((TM,), -1, dtype=tl.int64), mask=absent)
+
+
+TALL, BROAD, WARPS, STAGES = 64, 32, 4, 3  # tokens that ask and that are asked for: few registers, wgmma
+
+
+def _launch(
+    what: int,
+    units: Tensor,
+    one: Tensor,
+    two: Tensor,
+    offsets: Tensor | None,
+    slots: int,
+    answers: tuple[Tensor, Tensor],
+    masks: tuple[Tensor, Tensor, Tensor] | None = None,  # among, leaving, here
+    least: int = 0,
+) -> None:
+    images = len(one) if offsets is None else len(offsets) - 1
+    n, m = (t.shape[1] if offsets is None else slots for t in (one, two))
+    width = units.shape[-1]
+    # masked answers are written for all slots, so that tiles go over all of them
+    tiles = triton.cdiv(n if masks is None else slots, TALL)
+    flags = (units,) * 3 if masks is None else tuple(t.contiguous().view(torch.uint8) for t in masks)
+    strides = (0, 0, 0, 0) if offsets is not None else (*one.stride(), *two.stride())
+    if not images * tiles:
+        return
+    _closest_kernel[(images * tiles,)](
+        *(
+            units,
+            units if offsets is None else offsets,
+            one,
+            two,
+            *flags,
+            *answers,
+            tiles,
+            slots,
+            least,
+            n,
+            m,
+            *strides,
+        ),
+        d=width,
+        WIDE=power_of_two(width),
+        TM=TALL,
+        TN=BROAD,
+        WHAT=what,
+        RAGGED=offsets is not None,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+
+
+@torch.library.custom_op("adaptivit::units", mutates_args=())
+def _units(k: Tensor, index: Tensor, offsets: Tensor | None, batch: int, slots: int) -> Tensor:
+    rows, heads, width = k.shape
+    out = torch.empty(batch * slots, 2, width, dtype=torch.float16, device=k.device)
+    ragged, wide = offsets is not None, power_of_two(width)
+    tall = max(1, 2048 // wide)
+    if rows:
+        _units_kernel[(triton.cdiv(rows, tall),)](
+            *(k, index, k if offsets is None else offsets, out, rows, batch, slots, k.stride(0), k.stride(1)),
+            *((1, 0, 0) if ragged else (index.shape[1], *index.stride())),
+            HEADS=heads,
+            d=width,
+            WIDE=wide,
+            TM=tall,
+            RAGGED=ragged,
+            num_warps=4,
+        )
+    return out
+
+
+@_units.register_fake
+def _(k, index, offsets, batch, slots):
+    return k.new_empty(batch * slots, 2, k.shape[-1], dtype=torch.float16)
+
+
+@torch.library.custom_op("adaptivit::nearest", mutates_args=())
+def _nearest(
+    units: Tensor, index: Tensor, offsets: Tensor | None, among: Tensor, here: Tensor
+) -> tuple[Tensor, Tensor]:
+    value = torch.empty(here.shape, dtype=torch.float32, device=here.device)
+    slot = torch.empty(here.shape, dtype=torch.long, device=here.device)
+    _launch(NEAREST, units, index, index, offsets, here.shape[1], (value, slot), (among, here, here))
+    return value, slot
+
+
+@_nearest.register_fake
+def _(units, index, offsets, among, here):
+    return here.new_empty(here.shape, dtype=torch.float32), here.new_empty(here.shape, dtype=torch.long)
+
+
+@torch.library.custom_op("adaptivit::joins", mutates_args=())
+def _joins(
+    units: Tensor, index: Tensor, offsets: Tensor | None, leaving: Tensor, patches: Tensor, here: Tensor
+) -> Tensor:
+    slot = torch.empty(here.shape, dtype=torch.long, device=here.device)
+    _launch(JOINS, units, index, index, offsets, here.shape[1], (slot, slot), (patches, leaving, here))
+    return slot
+
+
+@_joins.register_fake
+def _(units, index, offsets, leaving, patches, here):
+    return here.new_empty(here.shape, dtype=torch.long)
+
+
+@torch.library.custom_op("adaptivit::match", mutates_args=())
+def _match(units: Tensor, a: Tensor, b: Tensor, slots: int, least: int) -> tuple[Tensor, Tensor]:
+    value = torch.empty(a.shape, dtype=torch.float32, device=a.device)
+    slot = torch.empty(a.shape, dtype=torch.long, device=a.device)
+    _launch(MATCH, units, a, b, None, slots, (value, slot), least=least)
+    return value, slot
+
+
+@_match.register_fake
+def _(units, a, b, slots, least):
+    return a.new_empty(a.shape, dtype=torch.float32), a.new_empty(a.shape, dtype=torch.long)
+
+
+def units(k: Tensor, index: Tensor, offsets: Tensor | None, batch: int, slots: int) -> Tensor:
+    """As the reference; cells without a row are not written."""
+    if not usable(k.device):
+        return units_reference(k, index, offsets, batch, slots)
+    return _units(k if k.stride(-1) == 1 else k.contiguous(), index, offsets, batch, slots)
+
+
+def nearest(units: Tensor, index: Tensor, offsets: Tensor | None, among: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+    """For every token that is `here` [B, N] its most similar other one that is here and `among` [B, N]: cosine and
+    slot, [B, N] each; -inf and -1 where there is none."""
+    return (
+        _nearest(units, index, offsets, among, here) if usable(here.device) else nearest_reference(units, among, here)
+    )
+
+
+def joins(
+    units: Tensor, index: Tensor, offsets: Tensor | None, leaving: Tensor, patches: Tensor, here: Tensor
+) -> Tensor:
+    """[B, N] slot: of a leaving patch that of the most similar patch that stays, -1 where there is none and of others
+    that leave; of whoever does not leave its own."""
+    if not usable(here.device):
+        return joins_reference(units, leaving, patches, here)
+    return _joins(units, index, offsets, leaving, patches, here)
+
+
+def match(units: Tensor, a: Tensor, b: Tensor, slots: int, least: int) -> tuple[Tensor, Tensor]:
+    """For every token of a list of slots a [B, n] the most similar one of b [B, m]: cosine and slot [B, n], -inf and -1
+    where there is none. Slots below `least` take no part."""
+    return _match(units, a, b, slots, least) if usable(a.device) else match_reference(units, a, b, slots, least)

@@ -1,0 +1,83 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""fold's two numbers of every token, in one kernel: what it is ranked by, and its say in the mean of those that meet.
+
+Shapes: B images, N slots; all [B, N] float32. seen: attention received; alike: cosine to the most similar other patch.
+
+    score = seen max(1 - alike, 1e-6)^power,   say = size max(seen, 1e-9)^value
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import tl, triton, usable
+
+
+def reference(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
+    """score and say; without `alike` a token is ranked by attention alone."""
+    score = seen if alike is None else seen * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** power
+    return score, size * seen.clamp_min(1e-9) ** value
+
+
+if triton is not None:
+
+    @triton.jit
+    def _power(x, exponent, HALF: tl.constexpr):
+        """x^exponent of x > 0."""
+        if HALF:
+            return tl.sqrt_rn(x)
+        return tl.exp2(exponent * tl.log2(x))
+
+    @triton.jit
+    def _worth_kernel(
+        seen_pointer,
+        alike_pointer,
+        size_pointer,
+        score_pointer,
+        say_pointer,
+        cells,
+        power,
+        value,
+        TILE: tl.constexpr,
+        LIKENESS: tl.constexpr,
+        POWER_HALF: tl.constexpr,
+        VALUE_HALF: tl.constexpr,
+    ):
+        cell = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        inside = cell < cells
+        seen = tl.load(seen_pointer + cell, mask=inside, other=1.0)
+        score = seen
+        if LIKENESS:
+            alike = tl.load(alike_pointer + cell, mask=inside, other=0.0)
+            apart = 1.0 - tl.minimum(tl.maximum(alike, -1.0), 1.0)
+            score = seen * _power(tl.maximum(apart, 1e-6), power, POWER_HALF)
+        size = tl.load(size_pointer + cell, mask=inside, other=1.0)
+        tl.store(score_pointer + cell, score, mask=inside)
+        tl.store(say_pointer + cell, size * _power(tl.maximum(seen, 1e-9), value, VALUE_HALF), mask=inside)
+
+
+@torch.library.custom_op("adaptivit::worth", mutates_args=())
+def _worth(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
+    score, say = torch.empty_like(seen), torch.empty_like(seen)
+    _worth_kernel[(triton.cdiv(seen.numel(), 512),)](
+        *(seen, seen if alike is None else alike, size, score, say, seen.numel(), power, value),
+        TILE=512,
+        LIKENESS=alike is not None,
+        POWER_HALF=power == 0.5,
+        VALUE_HALF=value == 0.5,
+    )
+    return score, say
+
+
+@_worth.register_fake
+def _(seen, alike, size, power, value):
+    return torch.empty_like(seen), torch.empty_like(seen)
+
+
+def worth(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
+    """As the reference, with the kernel where it can run and nobody wants a gradient."""
+    if not usable(seen.device) or seen.dtype != torch.float32 or torch.is_grad_enabled():
+        return reference(seen, alike, size, power, value)
+    alike = None if alike is None else alike.contiguous()
+    return _worth(seen.contiguous(), alike, size.contiguous(), power, value)

@@ -1,0 +1,301 @@
+"""The kernels that find who is most alike, against float64. Whatever is not live, or not written yet, is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, DTYPES, here, on_gpu
+from test_kernels import _poison  # noqa: F401  (applies to this file)
+from torch import Tensor
+
+from adaptivit.ops import pairs, similar, worth
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
+CLOSE = 4e-7  # of a cosine; float32 has 6e-8 to a rounding, and there are d of them
+NOBODY = float("-inf")
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+widths = pytest.mark.parametrize("width", [32, 64, 80])
+seed = 0
+
+
+def random() -> torch.Generator:
+    """Another one at every call."""
+    global seed
+    seed += 1
+    return torch.Generator().manual_seed(seed)
+
+
+def some(*shape: int, share: float = 0.5) -> Tensor:
+    return (torch.rand(shape, generator=random()) < share).to(DEVICE)
+
+
+def qkv(rows: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """k [R, H, d] as a view of qkv; the rest of it is NaN. Keys have something in common, as they do in a ViT."""
+    all_three = torch.full((rows, 3, heads, width), float("nan"))
+    common = torch.randn(heads, width, generator=random())
+    all_three[:, 1] = 0.7 * common + torch.randn(rows, heads, width, generator=random())
+    return all_three.to(DEVICE, dtype)[:, 1]
+
+
+class Rows:
+    """Keys, whose they are, and their unit vectors in float64 on the grid."""
+
+    def __init__(self, here: Tensor, heads: int, width: int, dtype: torch.dtype, kind: str) -> None:
+        batch, slots = here.shape
+        self.here, self.cells = here, here.flatten().nonzero()[:, 0]
+        live = len(self.cells)
+        self.offsets: Tensor | None = None
+        if kind == "ragged":
+            self.k = qkv(live + 9, heads, width, dtype)
+            self.k[live:] = float("nan")
+            self.index = torch.cat([self.cells, self.cells.new_zeros(9)]).int()
+            self.offsets = torch.cat([here.new_zeros(1).long(), here.sum(-1).cumsum(0)]).int()
+        else:
+            self.k = qkv(live, heads, width, dtype)
+            self.index = (self.cells % slots).view(batch, -1)
+            if kind == "whole":
+                self.index = torch.arange(slots, device=DEVICE).expand(batch, slots)
+        x = self.k[:live].double().mean(1)
+        self.exact = torch.zeros(batch * slots, width, dtype=torch.float64, device=DEVICE)
+        self.exact[self.cells] = x / x.norm(dim=-1, keepdim=True)
+        self.units = similar.units(self.k, self.index, self.offsets, batch, slots)
+
+    def cosine(self, image: int) -> Tensor:
+        """[N, N]"""
+        u = self.exact.unflatten(0, self.here.shape)[image]
+        return u @ u.T
+
+
+def tokens(kind: str, slots: int, batch: int = 4) -> Tensor:
+    """[B, N] bool: who is there; of ragged rows all of one image, one of another and none of a third."""
+    if kind == "whole":
+        return torch.ones(batch, slots, dtype=torch.bool, device=DEVICE)
+    if kind == "ragged":
+        there = some(batch, slots, share=0.6)
+        there[-1] = True
+        if batch > 2:
+            there[0], there[1] = False, False
+            there[0, slots // 2] = True
+        return there
+    score = torch.rand(batch, slots, generator=random())
+    return (score >= score.sort(-1, descending=True).values[:, slots * 2 // 3 : slots * 2 // 3 + 1]).to(DEVICE)
+
+
+KINDS = ("ragged", "equal", "whole")
+
+
+def check(value: Tensor, slot: Tensor, cosine: Tensor, allowed: Tensor, asks: Tensor) -> None:
+    """[n] answers against cosines [n, m] in float64, of which [n, m] are allowed; slots are numbers of columns."""
+    cosine = cosine.masked_fill(~(allowed & asks[:, None]), NOBODY)
+    best, first = cosine.max(-1)
+    nobody = best == NOBODY
+    assert (value[nobody] == NOBODY).all()
+    assert (slot[nobody] == -1).all()
+    assert ((value - best).abs()[~nobody] <= CLOSE).all()
+    chosen = cosine.gather(1, slot.clamp_min(0)[:, None])[:, 0]
+    assert ((best - chosen)[~nobody] <= 2 * CLOSE).all()
+    runner_up = cosine.scatter(1, first[:, None], NOBODY).max(-1).values
+    clear = ~nobody & (best - runner_up > 2 * CLOSE)
+    assert (slot == first)[clear].all()
+    assert clear.sum() >= 0.9 * (~nobody).sum()
+
+
+def check_nearest(rows: Rows, among: Tensor) -> None:
+    value, slot = similar.nearest(rows.units, rows.index, rows.offsets, among, rows.here)
+    assert (value.dtype, slot.dtype) == (torch.float32, torch.int64)
+    own = torch.eye(among.shape[1], dtype=torch.bool, device=DEVICE)
+    for image, there in enumerate(rows.here):
+        allowed = (among[image] & there)[None, :] & ~own
+        check(value[image], slot[image], rows.cosine(image), allowed, there)
+
+
+@here
+@dtypes
+@widths
+@pytest.mark.parametrize("kind", KINDS)
+def test_units(kind: str, width: int, dtype: torch.dtype) -> None:
+    for heads, slots in ((1, 5), (3, 37)):
+        rows = Rows(tokens(kind, slots), heads, width, dtype, kind)
+        assert rows.units.dtype == torch.float16
+        high, low = rows.units[rows.cells].double().unbind(1)
+        assert ((high + low) / 64 - rows.exact[rows.cells]).abs().max() < 1.2e-7
+        assert (low.abs() <= high.abs() * 2.0**-11 + 1e-9).all()
+        written = rows.units.isfinite().all(-1).all(-1)
+        assert torch.equal(written, rows.here.flatten())  # and nothing else is
+
+
+@here
+def test_a_key_of_length_zero() -> None:
+    rows = Rows(tokens("whole", 5, 1), 2, 32, torch.float32, "whole")
+    rows.k[2] = 0.0
+    units = similar.units(rows.k, rows.index, None, 1, 5)
+    assert (units[2] == 0).all()
+    value, _ = similar.nearest(units, rows.index, None, rows.here, rows.here)
+    assert value[0, 2] == 0.0
+
+
+@here
+@widths
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearest(kind: str, width: int) -> None:
+    rows = Rows(tokens(kind, 71), 2, width, torch.float32, kind)
+    check_nearest(rows, some(4, 71))
+    check_nearest(rows, torch.ones_like(rows.here))
+    check_nearest(rows, torch.zeros_like(rows.here))
+
+
+@here
+@dtypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearest_of_few(kind: str, dtype: torch.dtype) -> None:
+    for slots in (1, 2, 3):
+        there = torch.ones(1, slots, dtype=torch.bool, device=DEVICE)
+        check_nearest(Rows(there, 1, 32, dtype, kind), some(1, slots, share=0.7))
+
+
+@here
+@pytest.mark.parametrize("kind", ["ragged", "whole"])
+def test_nearest_of_many(kind: str) -> None:
+    check_nearest(Rows(tokens(kind, 1025, 1), 1, 32, torch.float32, kind), some(1, 1025))
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearest_of_a_batch(kind: str) -> None:
+    check_nearest(Rows(tokens(kind, 197, 64), 6, 64, torch.bfloat16, kind), some(64, 197))
+
+
+@here
+def test_rows_of_tokens_that_have_left() -> None:
+    """Between two moves they keep their rows: they neither ask nor are asked for."""
+    rows = Rows(tokens("ragged", 40), 2, 32, torch.float32, "ragged")
+    rows.here = rows.here & some(4, 40)
+    check_nearest(rows, some(4, 40, share=0.8))
+
+
+@here
+def test_of_equals_the_first() -> None:
+    """Also where they are in different tiles."""
+    rows = Rows(tokens("whole", 150, 1), 2, 32, torch.float32, "whole")
+    rows.k[:] = rows.k[:3].repeat(50, 1, 1)
+    units = similar.units(rows.k, rows.index, None, 1, 150)
+    among = torch.ones_like(rows.here)
+    among[:, :50] = False
+    _, slot = similar.nearest(units, rows.index, None, among, rows.here)
+    expected = [51, 52, 50] * 50
+    expected[50], expected[51], expected[52] = 53, 54, 55
+    assert slot[0].tolist() == expected
+
+
+@here
+def test_nan_is_like_nobody() -> None:
+    rows = Rows(tokens("whole", 40, 1), 2, 32, torch.float32, "whole")
+    rows.k[7] = float("nan")
+    units = similar.units(rows.k, rows.index, None, 1, 40)
+    value, slot = similar.nearest(units, rows.index, None, rows.here, rows.here)
+    assert (float(value[0, 7]), int(slot[0, 7])) == (NOBODY, -1)
+    others = torch.arange(40) != 7
+    assert value[0, others].isfinite().all()
+    assert (slot[0, others] != 7).all()
+
+
+@here
+@pytest.mark.parametrize("kind", KINDS)
+def test_joins(kind: str) -> None:
+    rows = Rows(tokens(kind, 70), 2, 64, torch.float32, kind)
+    patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
+    for share in (0.0, 0.3, 1.0):
+        leaving = some(4, 70, share=share)
+        found = similar.joins(rows.units, rows.index, rows.offsets, leaving, patches, rows.here)
+        own = torch.arange(70, device=DEVICE)
+        for image in range(4):
+            stay = patches[image] & ~leaving[image]
+            goes = leaving[image] & patches[image]
+            cosine = rows.cosine(image).masked_fill(~stay, NOBODY)
+            best, expected = cosine.max(-1)
+            expected = torch.where(best == NOBODY, -1, expected)
+            expected = torch.where(leaving[image], torch.where(goes, expected, -1), own)
+            assert torch.equal(found[image], expected)
+
+
+@here
+@widths
+@pytest.mark.parametrize("n", [2, 3, 70, 71])
+def test_match(n: int, width: int) -> None:
+    """Lists are every second of an order, as ToMe has them."""
+    rows = Rows(tokens("whole", 80, 3), 2, width, torch.float32, "whole")
+    order = torch.stack([torch.randperm(80, generator=random())[:n] for _ in range(3)]).to(DEVICE)
+    a, b = order[:, ::2], order[:, 1::2]
+    for least in (0, 1, 5, 80):
+        value, slot = similar.match(rows.units, a, b, 80, least)
+        for image in range(3):
+            one, two = a[image], b[image]
+            column = torch.where(slot[image] < 0, -1, (slot[image][:, None] == two).long().argmax(-1))
+            assert torch.equal(torch.where(column < 0, -1, two[column.clamp_min(0)]), slot[image])
+            allowed = (two >= least)[None, :].expand(len(one), -1)
+            check(value[image], column, rows.cosine(image)[one][:, two], allowed, one >= least)
+
+
+def standing(n: int, slots: int, prefix: int) -> Tensor:
+    """[3, n] an order as ToMe has it: prefix tokens first."""
+    lots = [torch.randperm(slots - prefix, generator=random())[: n - prefix] + prefix for _ in range(3)]
+    return torch.stack([torch.cat([torch.arange(prefix), lot]) for lot in lots]).to(DEVICE)
+
+
+@here
+@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
+@pytest.mark.parametrize("n", [7, 8, 66, 197])
+def test_pairs(n: int, prefix: int) -> None:
+    order = standing(n, n + 4, prefix)
+    a, b = order[:, ::2], order[:, 1::2]
+    present = torch.zeros(3, n + 4, dtype=torch.bool, device=DEVICE).scatter(1, order, True)
+    best = torch.rand(a.shape, generator=random()).mul(9).round().div(9).to(DEVICE)  # many are equal
+    best[a < prefix] = NOBODY
+    draw = torch.randint(b.shape[1], a.shape, generator=random()).to(DEVICE)
+    for r in sorted({1, (n - prefix) // 4, (n - prefix) // 2} - {0}):
+        given = (best, b.gather(1, draw), order, present, r, prefix)
+        for found, expected in zip(pairs.pairs(*given), pairs.reference(*given), strict=True):
+            assert found.dtype == torch.int64
+            assert torch.equal(found, expected)
+
+
+@here
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_pairs_of_nan(prefix: int) -> None:
+    """As many leave, of whom none is a prefix token, and the order is one of those that stay."""
+    order = standing(40, 40, prefix)
+    present = torch.ones(3, 40, dtype=torch.bool, device=DEVICE)
+    best = torch.rand(3, 20, generator=random()).to(DEVICE)
+    best[0], best[1], best[2, ::2] = float("nan"), NOBODY, float("nan")
+    partner = torch.where(best > 0, order[:, 1::2], -1)
+    into, following = pairs.pairs(best, partner, order, present, 15, prefix)
+    stays = into == torch.arange(40, device=DEVICE)
+    assert stays[:, :prefix].all()
+    for image in range(3):
+        assert following[image].sort().values.tolist() == stays[image].nonzero()[:, 0].tolist()
+
+
+@here
+@torch.inference_mode()
+def test_worth() -> None:
+    seen, size = (torch.rand(3, 201, generator=random()).to(DEVICE) for _ in range(2))
+    alike = torch.rand(3, 201, generator=random()).mul(2.4).sub(1.2).to(DEVICE)
+    alike[0, 0], alike[0, 1], seen[0, 2] = NOBODY, 1.0, 0.0
+    for power, value in ((0.5, 0.5), (1.0, 0.0), (0.3, 2.0), (0.0, 1.0)):
+        given = [seen, alike if power else None, size]
+        exact = [t if t is None else t.double() for t in given]
+        found, expected = worth.worth(*given, power, value), worth.reference(*exact, power, value)  # type: ignore[arg-type]
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == torch.float32
+            assert ((one - other).abs() <= 1e-6 * other.abs() + 1e-12).all()
+
+
+def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs where there are no kernels (PackedOnDevice on a CPU)."""
+    monkeypatch.setattr(similar, "usable", lambda device: False)
+    for kind in KINDS:
+        rows = Rows(tokens(kind, 31), 2, 32, torch.float32, kind)
+        check_nearest(rows, some(4, 31))
