@@ -70,6 +70,7 @@ class DynamicViT(Policy):
 
     equal = True
     dial = "keep"
+    prefix_stays = True
 
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

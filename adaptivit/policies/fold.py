@@ -44,6 +44,7 @@ class Fold(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
+    prefix_stays = True
 
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
