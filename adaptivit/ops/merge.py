@@ -206,9 +206,7 @@ def _(into, size, present, say):
     return torch.empty_like(size), torch.empty_like(size)
 
 
-def merge(
-    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None
-) -> Merged:
+def merge(rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None) -> Merged:
     """As the reference, with the kernels where they can run; rows behind the last live one are not written."""
     if not usable(rows.device) or rows.dtype == torch.float64:
         return reference(rows, live, into, scale, place, count)

@@ -25,9 +25,16 @@ if triton is not None:
 
     @triton.jit
     def _top_kernel(
-        score_pointer, among_pointer, out_pointer, score_stride, among_stride, slots, count, TM: tl.constexpr,
+        score_pointer,
+        among_pointer,
+        out_pointer,
+        score_stride,
+        among_stride,
+        slots,
+        count,
+        TM: tl.constexpr,
         TN: tl.constexpr,
-    ):  # fmt: skip
+    ):
         """A token is chosen if fewer than `count` others are above it: no sort."""
         image = tl.program_id(1)
         i = tl.program_id(0) * TM + tl.arange(0, TM)
