@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from interpreted import DEVICE, ON_GPU, here
-from test_kernels import _poison as _poison  # noqa: PLC0414 - a fixture
+from test_kernels import _poison as _poison
 from test_kernels import assert_near, count, noise, staying
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# -- the best tokens --------------------------------------------------------------------------------------------------
+# -- the best tokens -----------------------------------------------------------------------------------------
 def literal_top(score: Tensor, among: Tensor, wanted: int) -> Tensor:
     out = torch.zeros_like(among)
     for b, (values, candidates) in enumerate(zip(score.tolist(), among.tolist(), strict=True)):
@@ -53,6 +53,9 @@ def test_top(batch: int, slots: int) -> None:
                 assert chosen.dtype == torch.bool
                 assert torch.equal(chosen, literal_top(score, among, wanted))
                 assert torch.equal(chosen, select.reference(score, among, wanted))
+                rest = among & ~chosen
+                assert torch.equal(select.top(score, among, wanted, rest=True), rest)
+                assert torch.equal(select.reference(score, among, wanted, rest=True), rest)
                 assert torch.equal(chosen.sum(-1), among.sum(-1).clamp_max(wanted))
 
 
@@ -66,7 +69,7 @@ def test_top_of_strided_scores() -> None:
     assert torch.equal(select.top(log_p[..., 1], wide[:, 3:20], 5), literal_top(log_p[..., 1], wide[:, 3:20], 5))
 
 
-# -- equal order ------------------------------------------------------------------------------------------------------
+# -- equal order ---------------------------------------------------------------------------------------------
 def equally(batch: int, slots: int, kept: int, seed: int) -> Tensor:
     rank = torch.rand(batch, slots, generator=generator(seed)).argsort(-1).argsort(-1)
     return (rank < kept).to(DEVICE)
@@ -92,7 +95,7 @@ def test_order_of_equally_many(batch: int, slots: int, kept: int) -> None:
             assert torch.equal(one, two)
 
 
-# -- rows that meet -----------------------------------------------------------------------------------------------------
+# -- rows that meet ------------------------------------------------------------------------------------------
 def meeting(live: Tensor, kept: int | None, kind: str, seed: int) -> tuple[Tensor, Tensor]:
     """into and scale [B, N]: of every image `kept` live tokens stay (any number without), the others join some."""
     g, live = generator(seed), live.cpu()
@@ -196,7 +199,7 @@ def test_a_bad_row_reaches_only_those_that_it_joins(equal: bool, bad: float) -> 
         assert torch.equal(found[0][:75][same], before[0][:75][same])
 
 
-# -- what they say ------------------------------------------------------------------------------------------------------
+# -- what they say -------------------------------------------------------------------------------------------
 @here
 @pytest.mark.parametrize(("batch", "slots"), [(1, 1), (3, 17), (2, 197), (1, 1025)])
 @pytest.mark.parametrize("says", [False, True])
@@ -234,7 +237,7 @@ def test_join_of_those_without_any_say() -> None:
     assert after.tolist() == [[1.0, 2.0, 1.0, 1.0]]
 
 
-# -- back from a block --------------------------------------------------------------------------------------------------
+# -- back from a block ---------------------------------------------------------------------------------------
 @here
 @dtypes
 @pytest.mark.parametrize("width", [24, 48, 192])
@@ -259,14 +262,14 @@ def test_back(width: int, dtype: torch.dtype) -> None:
                 assert torch.equal(found[:number].double(), expected[:number])
 
 
-# -- what torch wants of an operation -----------------------------------------------------------------------------------
+# -- what torch wants of an operation ------------------------------------------------------------------------
 @here
 def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     live, first = torch.ones(2, 5, dtype=torch.bool, device=DEVICE), torch.arange(10, dtype=torch.int32, device=DEVICE)
     into, scale = meeting(live, 3, "plain", 1)
-    check(select._top, (noise(2, 5), live, 3))
+    check(select._top, (noise(2, 5), live, 3, False))
     check(compact._order, (equally(2, 5, 3, 1), first, 3))
     check(merge._merge, (noise(10, 16), live, into, scale, first, 3))
     check(merge._join, (into, scale, live, None))

@@ -30,10 +30,10 @@ def reference(
     after, cells, offsets, _ = compact.reference(stay, place, count)
     first = torch.arange(batch, device=live.device)[:, None] * slots
     target = after[(first + into.clamp_min(0)).flatten()]
-    joins = (live & (into >= 0)).flatten() & (target >= 0)
+    joins = ((live & (into >= 0)).flatten() & (target >= 0)).nonzero()[:, 0]
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    moved = torch.where(joins[:, None], wide[place.clamp_min(0)] * scale.flatten()[:, None], 0.0)
-    met = moved.new_zeros(len(cells), rows.shape[1]).index_add(0, target.clamp_min(0), moved)
+    moved = wide[place[joins]] * scale.flatten()[joins][:, None]
+    met = moved.new_zeros(len(cells), rows.shape[1]).index_add(0, target[joins], moved)
     return met.to(rows.dtype), stay, after, cells, offsets
 
 

@@ -64,7 +64,7 @@ class EViT(Policy):
             return None
         score, patches = view.found["class_row"], view.patches
         view.note(score, view.layer + 1)
-        leaving = patches & ~top(score, patches, after)
+        leaving = top(score, patches, after, rest=True)
         if not self.settings.fuse:
             state.append(after)
             return Drop(leaving, count=after + self.shape.prefix)

@@ -91,7 +91,8 @@ class Fold(Policy):
             score = score * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** settings.power
         view.note(score, view.layer + 1)
         say = state.size * seen.clamp_min(1e-9) ** settings.value
-        merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity, say)
+        leaving = top(score, patches, count, rest=True)
+        merge = fold(leaving, patches, state.size, similarity, say)
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, count=count + self.shape.prefix)
