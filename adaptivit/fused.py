@@ -94,16 +94,15 @@ def attention(block: Any, layout: Layout, taps: Taps) -> None:
     attn, stream = block.attn, layout.stream()
     qkv, kept, _ = _normed(stream, block.norm1, attn.qkv)
     count, expected = stream.count, stream.expected
-    lead = (layout.batch, -1) if layout.equal else (len(qkv),)
-    layout.put(kept.view(*lead, kept.shape[-1]))
+    layout.put(kept)
     del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
-    q, k, v = qkv.view(*lead, 3, attn.num_heads, attn.head_dim).unbind(-3)
+    q, k, v = qkv.view(len(qkv), 3, attn.num_heads, attn.head_dim).unbind(-3)
     backbone.look(layout, taps, q, k)
     out = layout.attend(q, k, v).reshape(len(qkv), attn.num_heads * attn.head_dim)
     if "ghost" in taps.wanted:
         taps.give("ghost", backbone.ghost(block, layout, k, v))
     del q, k, v, qkv
-    layout.put(_added(out, attn.proj, kept, block.ls1, count, expected).view(*lead, kept.shape[-1]))
+    layout.put(_added(out, attn.proj, kept, block.ls1, count, expected))
 
 
 def mlp(block: Any, layout: Layout, taps: Taps) -> None:
@@ -112,16 +111,14 @@ def mlp(block: Any, layout: Layout, taps: Taps) -> None:
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, gelu=True, probe=taps.index if wanted else -1)
     count, expected = stream.count, stream.expected
-    lead = (layout.batch, -1) if layout.equal else (len(hidden),)
-    layout.put(kept.view(*lead, kept.shape[-1]))
+    layout.put(kept)
     del stream
     if seen is not None:
-        seen = seen.view(lead)
         if "fc1" in taps.wanted:
             taps.give("fc1", layout.grid(seen))
         if "gelu" in taps.wanted:
             taps.give("gelu", layout.grid(F.gelu(seen)))
-    layout.put(_added(hidden, ffn.fc2, kept, block.ls2, count, expected).view(*lead, kept.shape[-1]))
+    layout.put(_added(hidden, ffn.fc2, kept, block.ls2, count, expected))
 
 
 def _normed(

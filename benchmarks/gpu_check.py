@@ -19,14 +19,17 @@ import adaptivit
 from adaptivit.model import AdaptiveViT
 from adaptivit.ops import (
     attention,
+    back,
     compact,
     evidence,
     linear,
+    merge,
     norm,
     norm_linear,
     pairs,
     patches,
     ragged,
+    select,
     similar,
     weighted_kernels,
 )
@@ -183,6 +186,75 @@ def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:
         close(f"weighted {name} {str(dtype)[6:]} d {width} n {tokens}", a.grad, b.grad, 3 * BOUND[dtype], 1.0)
 
 
+def same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    good = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    print(f"{'ok   ' if good else 'WRONG'} {name}", flush=True)
+    WRONG.extend([] if good else [name])
+
+
+@torch.inference_mode()
+def check_selection(batch: int, slots: int) -> None:
+    name, wanted = f"of {batch} images of {slots}", slots * 2 // 3
+    score = noise(batch, slots, dtype=torch.float32)
+    score[:, ::5], score[:, 1::7], score[:, 2::11] = 0.25, float("nan"), float("-inf")
+    among = torch.rand(batch, slots, device="cuda") < 0.9
+    for rest in (False, True):
+        top = select.top(score, among, wanted, rest=rest)
+        same(f"top {name}, rest {rest}", (top,), (select.reference(score, among, wanted, rest),))
+    stay = select.reference(score, torch.ones_like(among), wanted)
+    cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
+    same(f"order {name}, equal", compact.order(stay, cells, wanted), compact.reference(stay, cells, wanted))
+    some = among & stay
+    same(f"order {name}", compact.order(some, cells), compact.reference(some, cells))
+    goes = (stay.float() + 1e-9).multinomial(slots, replacement=True)
+    goes = torch.where(torch.rand(batch, slots, device="cuda") < 0.2, -1, goes)
+    into = torch.where(stay, torch.arange(slots, device="cuda"), goes)
+    size, say = 1.0 + torch.randint(5, (batch, slots), device="cuda"), torch.rand(batch, slots, device="cuda")
+    scale, after = merge.join(into, size, among, say)
+    want_scale, want_after = merge.reference_join(into, size.double(), among, say.double())
+    close(f"join {name}", scale, want_scale, 1e-6)
+    close(f"sizes {name}", after, want_after, 1e-7)
+
+
+@torch.inference_mode()
+def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: bool) -> None:
+    name = f"{str(dtype)[6:]} width {width}, {batch} images of {slots}, {'equal' if equal else 'ragged'}"
+    rows = noise(batch * slots + 3, width, dtype=dtype)
+    live = torch.ones(batch, slots, dtype=torch.bool, device="cuda")
+    if not equal:
+        live = torch.rand(batch, slots, device="cuda") < torch.rand(batch, 1, device="cuda")
+    score = torch.rand(batch, slots, device="cuda")
+    kept = slots * 3 // 4
+    stay = select.reference(score, live, kept)
+    goes = (stay.float() + 1e-9).multinomial(slots, replacement=True)
+    goes = torch.where(torch.rand(batch, slots, device="cuda") < 0.2, -1, goes)
+    into = torch.where(stay, torch.arange(slots, device="cuda"), goes)
+    cells = torch.arange(batch * slots, device="cuda", dtype=torch.int32)
+    place, _, offsets, index = compact.reference(live, cells)
+    rows = rows_of(int(offsets[-1]), torch.cat([rows[index], rows[-3:]]))
+    scale, count = torch.rand(batch, slots, device="cuda"), kept if equal else None
+    got = merge.merge(rows, live, into, scale, place, count)
+    want = merge.reference(rows.double(), live, into, scale.double(), place, count)
+    number = int(want[4][-1])
+    close(f"merge {name}", got[0][:number], want[0][:number], {torch.float32: 2e-6}.get(dtype, BOUND[dtype] / 2))
+    same(f"merge's places {name}", got[1:], want[1:])
+    bad = rows.clone()
+    bad[0] = float("nan")
+    found = merge.merge(bad, live, into, scale, place, count)[0][:number]
+    known = merge.reference(bad, live, into, scale, place, count)[0][:number]
+    same(f"a bad row in merge {name}", (found.isfinite(),), (known.isfinite(),))
+    took_part = live & stay
+    there, _, ends, _ = compact.reference(took_part, place)
+    moved = rows_of(int(ends[-1]), noise(batch * slots, width, dtype=dtype))
+    _, whose, limits, _ = compact.reference(live, cells)
+    for gate in (None, scale):
+        wide = None if gate is None else gate.double()
+        out = back.back(rows[: batch * slots], whose, moved, there, gate, limits[-1:])
+        known = back.reference(rows[: batch * slots].double(), whose, moved.double(), there, wide, limits[-1:])
+        stop = int(limits[-1])
+        close(f"back {name}, gate {gate is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
+
+
 @torch.inference_mode()
 def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -229,13 +301,19 @@ def main() -> None:
                 attempt("similar", lambda d=dtype, w=width, n=tokens, r=kind: check_similar(d, w, n, r))  # type: ignore[misc]
         for width, tokens in ((64, 197), (32, 1), (80, 65)):
             attempt("weighted", lambda d=dtype, w=width, n=tokens: check_weighted(d, w, n))  # type: ignore[misc]
+        for width, batch, slots in ((384, 32, 197), (192, 1, 17), (48, 3, 1025), (768, 256, 197)):
+            for equal in (True, False):
+                attempt(
+                    "merge",
+                    lambda d=dtype, w=width, b=batch, n=slots, e=equal: check_merge(d, w, b, n, e),  # type: ignore[misc]
+                )
+    for batch, slots in ((1, 1), (32, 197), (256, 197), (3, 1025), (40, 577)):
+        attempt("selection", lambda b=batch, n=slots: check_selection(b, n))  # type: ignore[misc]
     stay = torch.rand(300, 197, device="cuda") < 0.5
     cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
     for images in (1, 40, 300):
         got, want = (f(stay[:images], cells[: images * 197]) for f in (compact.order, compact.reference))
-        same = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        print(f"{'ok   ' if same else 'WRONG'} order of {images} images")
-        WRONG.extend([] if same else ["order"])
+        same(f"order of {images} images", got, want)
     pixels, w, b = (
         noise(3, 3, 224, 224, dtype=torch.bfloat16),
         noise(192, 768, dtype=torch.bfloat16) / 28,
@@ -259,6 +337,7 @@ def main() -> None:
             ("fold", {}),
             ("evit", {}),
             ("dynamicvit", {}),
+            ("dynamicvit", {"leave": "fold"}),
             ("confidence", {}),
         ),
     ):

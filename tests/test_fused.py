@@ -20,7 +20,7 @@ import adaptivit
 from adaptivit import capture, fused, layouts, schedule
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
-from adaptivit.layouts import Gathered, Layout, PackedOnDevice, Plan
+from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, Plan
 from adaptivit.model import AdaptiveViT
 from adaptivit.ops import kernels
 from adaptivit.output import Output
@@ -159,6 +159,14 @@ def test_policies(case: str) -> None:
 
 
 @here
+@pytest.mark.parametrize("case", ["fold", "tome", "evit", "dynamicvit", "amod", "mod"])
+@pytest.mark.parametrize("kind", ["registers", "average", "distilled"])
+def test_equal_policies_on_other_backbones(kind: str, case: str) -> None:
+    """Several prefix tokens; a head that reads all, those that left or those that remain."""
+    check(make(case, BACKBONES[kind]), images_of(batch=3), ("gathered",), ("tokens",) if kind == "average" else ())
+
+
+@here
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_backbones(kind: str) -> None:
     model = make("aht, mean field", BACKBONES[kind])
@@ -269,7 +277,7 @@ def test_what_a_supervisor_reads(feature: str) -> None:
 @here
 @pytest.mark.skipif(ON_GPU, reason="the laws are about tensors on a CPU")
 @pytest.mark.parametrize("case", laws.CASES)
-@pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, Gathered])
+@pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, Gathered, GatheredOnDevice])
 @torch.inference_mode()
 def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
     """As in test_layouts.py, with the kernels."""
@@ -277,6 +285,22 @@ def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
     laws.test_attend(layout, case)
     laws.test_evidence(layout, case)
     laws.test_nearest(layout, case)
+
+
+@here
+@pytest.mark.skipif(ON_GPU, reason="the laws are about tensors on a CPU")
+@pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, GatheredOnDevice])
+@torch.inference_mode()
+def test_laws_of_moving(layout: type[Layout]) -> None:
+    kernels.on_cpu = True
+    laws.test_drop_freezes_and_hides(layout)
+    laws.test_value_of_who_sits_out(layout)
+    laws.test_leading_reads_the_first_slots(layout)
+    laws.test_remaining_are_the_live_tokens_in_order(layout)
+    for gated in (False, True):
+        laws.test_sit_out_and_come_back(layout, gated)
+    for kind in ("sized", "unsized", "nowhere"):
+        laws.test_merge_is_a_scaled_sum(layout, kind)
 
 
 # -- what they do not run -------------------------------------------------------------------------------------------

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from interpreted import INTERPRETED, ON_GPU
 
-FILES = ("test_fused.py", "test_kernels.py", "test_similar_kernels.py", "test_weighted_kernels.py")
+FILES = (
+    "test_fused.py",
+    "test_kernels.py",
+    "test_merge_kernels.py",
+    "test_similar_kernels.py",
+    "test_weighted_kernels.py",
+)
 
 
 @pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")

@@ -35,6 +35,8 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **more: Any) -> Tensor:
             t = make(*args, **more)
+            if t.dtype == torch.bool:
+                return t.fill_(True)
             return t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).min)
 
         return made
@@ -513,7 +515,7 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
         check(ragged._attend, (*rows, offsets, 3, seen))
         for op in (evidence._class_row, evidence._received):
             check(op, (*rows[:2], offsets, 3, seen))
-    check(compact._order, (staying("some", 2, 3), torch.arange(6, dtype=torch.int32, device=DEVICE)))
+    check(compact._order, (staying("some", 2, 3), torch.arange(6, dtype=torch.int32, device=DEVICE), None))
     images, kernel = noise(1, 3, 8, 8), noise(16, 48)
     check(patches.patches, (images, kernel, None, noise(4, 16), noise(1, 16), 4, 4))
 

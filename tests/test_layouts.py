@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
-from adaptivit.layouts import Gathered, Layout, Masked, Packed, PackedOnDevice, Plan
+from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice, Plan
 
 B, N, D, H = 4, 7, 6, 2
 
@@ -23,7 +23,8 @@ class Still(PackedOnDevice):
         super().__init__(x, read, Plan(moves=frozenset()))
 
 
-every = pytest.mark.parametrize("make", [Masked, Packed, PackedOnDevice, Still, Gathered])
+EQUAL = (Gathered, GatheredOnDevice)  # as many rows of every image
+every = pytest.mark.parametrize("make", [Masked, Packed, PackedOnDevice, Still, *EQUAL])
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -33,7 +34,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def some(make: type[Layout], seed: int, share: float = 0.4, live: Tensor | None = None) -> Tensor:
     """[B, N] bool: a random set; as many live ones in every image for gathered, else all of one and none of another."""
     g = torch.Generator().manual_seed(seed)
-    if make is Gathered:
+    if make in EQUAL:
         return choice(torch.ones(B, N, dtype=torch.bool) if live is None else live, share, g)
     chosen = torch.rand(B, N, generator=g) < share
     chosen[1], chosen[2] = True, False
@@ -109,7 +110,7 @@ def test_merge_is_a_scaled_sum(make: type[Layout], kind: str) -> None:
     x, left = noise(B, N, D), some(make, 1, 0.2)
     layout = make(x, N)
     layout.carry_out(Drop(left), "after")
-    decision = merging(5, ~left, equal=make is Gathered, nowhere=kind == "nowhere", sized=kind != "unsized")
+    decision = merging(5, ~left, equal=make in EQUAL, nowhere=kind == "nowhere", sized=kind != "unsized")
     layout.carry_out(decision, "between")
     into, scale = decision.into, decision.scale
     assert kind != "nowhere" or (into < 0).any()
@@ -128,7 +129,7 @@ def settled(make: type[Layout], case: str) -> tuple[Layout, Tensor]:
     """A layout in some state, and the [B, N] key weights it must attend with."""
     layout = make(noise(B, N, D), N)
     weight = torch.ones(B, N)
-    equal = make is Gathered
+    equal = make in EQUAL
     if case in ("dropped", "merged", "dropped and skipped"):
         layout.carry_out(Drop(some(make, 1, 0.2)), "after")
         weight = weight * ~some(make, 1, 0.2)
@@ -263,7 +264,7 @@ def test_remaining_are_the_live_tokens_in_order(make: type[Layout]) -> None:
 @every
 def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
     x, left = noise(B, N, D), some(make, 1)
-    merge = merging(5, ~left, equal=make is Gathered)
+    merge = merging(5, ~left, equal=make in EQUAL)
     last = some(make, 4, live=~left & (merge.into == torch.arange(N)))
     for read in (1, 2, N):
         layout, other = make(x, read), make(x, N)
@@ -276,15 +277,16 @@ def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
 
 
 @pytest.mark.parametrize("said", ["drop", "skip", "merge"])
-def test_other_counts_are_refused_by_gathered(said: str) -> None:
+@pytest.mark.parametrize("layout", EQUAL)
+def test_other_counts_are_refused_by_gathered(layout: type[Layout], said: str) -> None:
     uneven = torch.zeros(B, N, dtype=torch.bool)
     uneven[0, :3], uneven[1:, 3] = True, True  # 4 and 6 of 7 stay
     into = torch.where(uneven, -1, torch.arange(N))
     make = {"drop": Drop, "skip": Skip, "merge": lambda gone, **more: Merge(into, torch.ones(B, N), **more)}[said]
     with pytest.raises(UserError, match=r"got 4 to 6.*'packed' or 'masked'"):
-        Gathered(noise(B, N, D), 1).carry_out(make(uneven), "before")
+        layout(noise(B, N, D), 1).carry_out(make(uneven), "before")
     if said != "merge":
         even = torch.zeros_like(uneven)
         even[:, 2] = True
         with pytest.raises(UserError, match=r"\(5\), got 6 to 6"):  # a promise that is not kept
-            Gathered(noise(B, N, D), 1).carry_out(make(even, count=5), "before")
+            layout(noise(B, N, D), 1).carry_out(make(even, count=5), "before")

@@ -16,12 +16,12 @@ from torch import Tensor
 from adaptivit import backbone, policies
 from adaptivit.decision import Drop, Merge, Step, Trace
 from adaptivit.forward import forward
-from adaptivit.layouts import Gathered, Layout, Masked, Packed, PackedOnDevice
+from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice
 from adaptivit.output import Output
 
 LAYERS, SLOTS = 6, 17
 RAGGED = (Masked, Packed, PackedOnDevice, Still)  # images may differ in length
-EVERY = (*RAGGED, Gathered)
+EVERY = (*RAGGED, Gathered, GatheredOnDevice)
 answers = st.lists(st.sampled_from(KINDS), min_size=3 * LAYERS, max_size=3 * LAYERS)
 
 

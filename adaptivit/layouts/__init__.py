@@ -8,7 +8,7 @@ import torch
 
 from ..errors import unknown
 from .base import Layout, Plan
-from .device import PackedOnDevice
+from .device import GatheredOnDevice, PackedOnDevice
 from .gathered import Gathered
 from .masked import Masked
 from .packed import Packed
@@ -20,6 +20,7 @@ __all__ = [
     "LAYOUTS",
     "Choice",
     "Gathered",
+    "GatheredOnDevice",
     "Layout",
     "Masked",
     "Match",
@@ -61,6 +62,7 @@ def choose(name: str, *, training: bool, device: torch.device, equal: bool, refu
             name, why = "packed", "images differ in length, and rows that left are not computed"
         else:
             name, why = "masked", f"the fused kernels cannot run: {refusal}"
-    if name == "packed" and fused:
-        return Choice(PackedOnDevice, True, why)
-    return Choice(LAYOUTS[name], fused and name == "gathered", why)
+    on_device = {"packed": PackedOnDevice, "gathered": GatheredOnDevice}
+    if fused and name in on_device:
+        return Choice(on_device[name], True, why)
+    return Choice(LAYOUTS[name], False, why)

@@ -78,7 +78,6 @@ class Layout(ABC):
     layer = 0  # the block that runs
     compact = True  # absent rows are not computed
     fixed = True  # no shape depends on who is there: nobody waits for a count
-    equal = False  # rows are [B, n, D]: as many of every image
     prefix_stays = False  # the policy never lets class, distillation and register tokens go
     live: Tensor  # [B, N] bool: has not left
     here: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)

@@ -1,7 +1,8 @@
-"""Packed on the device: rows image after image without padding, in buffers of fixed size; nobody waits for a count.
+"""Packed and gathered on the device: rows image after image without padding; nobody waits for a count.
 
-Shapes: B images, N slots, D width, H heads, d head width; R = B N rows that there is room for, of which
-offsets[B] are in use. `cells` [R] says whose they are, `place` [B N] is the way back (ops/compact.py).
+Shapes: B images, N slots, D width, H heads, d head width; R rows that there is room for. `cells` [R] says whose they
+are, `place` [B N] is the way back (ops/compact.py). Packed: R = B N, of which offsets[B] are in use. Gathered: R = B n,
+n rows of every image.
 
 Rows move when the plan says so: a token that has left between two moves keeps its row and has weight 0 as a key, which
 changes nothing for anybody else. A move itself costs no pass: the next norm reads the rows from where they were.
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
-from .base import Layout, Plan, Stream, widened
+from ..ops.back import back
+from ..ops.merge import merge
+from .base import Layout, Plan, Stream, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
 
@@ -50,8 +53,17 @@ class PackedOnDevice(Layout):
         expected = self.plan.expected(self.layer, self.batch * self.slots)
         return Stream(self._held, self._index, self.offsets[-1:] if self._counted else None, expected)
 
-    def _select(self, stay: Tensor) -> None:
-        self.place, self.cells, self.offsets, index = compact.order(stay, self.place)
+    @property
+    def longest(self) -> int:
+        """At least as many rows as any image has."""
+        return self.slots
+
+    def _room(self, stay: Tensor, count: int | None) -> int | None:
+        """How many tokens [B, N] of every image stay, where that is known to the host and the same for all."""
+        return None
+
+    def _select(self, stay: Tensor, count: int | None) -> None:
+        self.place, self.cells, self.offsets, index = compact.order(stay, self.place, self._room(stay, count))
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
@@ -61,7 +73,7 @@ class PackedOnDevice(Layout):
         self._park(decision.leaving, decision.zeroed)
         self.live = self.here = stay
         if self.plan.moves_after(self.layer):
-            self._select(stay)
+            self._select(stay, decision.count)
         else:
             self._thin = True
 
@@ -78,40 +90,29 @@ class PackedOnDevice(Layout):
         here = self.live & ~decision.sitting
         kind = (self._counted, self._thin, self._moved)
         self._aside = (self.rows, self.cells, self.place, self.offsets, kind, decision.gate)
-        self._select(here)
+        self._select(here, decision.count)
         self.here = here
 
     def come_back(self) -> None:
         if self._aside is None:
             return
         rows, cells, place, offsets, kind, gate = self._aside
-        position = self.place[cells]
-        moved = self.rows[position.clamp_min(0)]
-        if gate is not None:
-            moved = rows + gate.flatten()[cells][:, None].to(rows.dtype) * (moved - rows)
-        self.put(torch.where((position >= 0)[:, None], moved, rows))
+        count = offsets[-1:] if kind[0] else None
+        self.put(back(rows, cells, self.rows, self.place, gate, count))
         self.cells, self.place, self.offsets = cells, place, offsets
         self._counted, self._thin, self._moved = kind
         self.here, self._aside = self.live, None
 
     def merge(self, decision: Merge) -> None:
-        slots = self.slots
-        rows, cells = self.rows, self.cells
-        into, scale = decision.into.flatten()[cells], decision.scale.flatten()[cells]
-        used = self.live.flatten()[cells] & self._used()
-        joins = used & (into >= 0)
-        target = self.place[torch.where(joins, cells // slots * slots + into, cells)].clamp_min(0)
-        moved = torch.where(joins[:, None], widened(rows) * scale[:, None], 0.0)
-        stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
+        stay = self.live & (decision.into == torch.arange(self.slots, device=self.live.device))
         self._park(self.live & ~stay, zeroed=False)
-        self.put(torch.zeros_like(moved).index_add(0, target, moved).to(rows.dtype))
+        given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
+        rows, stay, self.place, self.cells, self.offsets = merge(self.rows, *given, room)
+        self.put(rows)
         self.live = self.here = stay
-        self._select(stay)
+        self._counted = self._moved = True
+        self._thin = False
         self.size = self.size if decision.size is None else decision.size
-
-    def _used(self) -> Tensor:
-        """[R] bool: rows that are live or have been since the last move."""
-        return torch.arange(len(self.cells), device=self.cells.device) < self.offsets[-1]
 
     def _row_weight(self) -> Tensor | None:
         """[R] of every row as a key: None for all ones, bool, or float32."""
@@ -121,7 +122,7 @@ class PackedOnDevice(Layout):
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        return ragged.attend(q, k, v, self.offsets, self.slots, self._row_weight())
+        return ragged.attend(q, k, v, self.offsets, self.longest, self._row_weight())
 
     def add(self, delta: Tensor) -> None:
         self.put(self.rows + delta)
@@ -153,7 +154,7 @@ class PackedOnDevice(Layout):
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         look = evidence.class_row if queries == "class" else evidence.received
         there = self.here[:, :1] if queries == "class" else None
-        row = self.grid(look(q, k, self.offsets, self.slots, self._row_weight()))
+        row = self.grid(look(q, k, self.offsets, self.longest, self._row_weight()))
         return row if there is None else row * there
 
     def similarity(self, k: Tensor) -> Similarity:
@@ -174,5 +175,51 @@ class PackedOnDevice(Layout):
 
     def _first(self, held: Tensor, index: Tensor | None, place: Tensor) -> Tensor:
         """[B, read, D] the first slots' rows; anything for those that have none."""
+        if not len(held if index is None else index):
+            return held.new_zeros(self.batch, self.read, held.shape[1])
         place = place.view(self.batch, self.slots)[:, : self.read].clamp_min(0)
         return held[place if index is None else index[place]]
+
+
+class GatheredOnDevice(PackedOnDevice):
+    """The same with as many rows of every image (gathered.py): all are live, and all shapes are known beforehand."""
+
+    name = "gathered"
+
+    @property
+    def longest(self) -> int:
+        return len(self.cells) // self.batch
+
+    def _room(self, stay: Tensor, count: int | None) -> int | None:
+        return same_count(stay, count)
+
+    def stream(self) -> Stream:
+        return Stream(self._held, self._index, expected=len(self.cells))
+
+    def _each(self, rows: Tensor) -> Tensor:
+        """[R, ...] -> [B, n, ...]"""
+        return rows.unflatten(0, (self.batch, self.longest))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        return super().attend(q, k, v) if self.longest else v
+
+    def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
+        return super().attention_rows(q, k, queries) if self.longest else self.here.float()
+
+    def grid(self, values: Tensor) -> Tensor:
+        if self.longest:
+            return super().grid(values)
+        return values.new_zeros(self.batch, self.slots, *values.shape[1:])
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values[:, None].expand(-1, self.longest, *values.shape[1:]).flatten(0, 1)
+
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        values = self._each(values).float()
+        if weight is None:
+            return values.sum(1) / max(self.longest, 1)
+        w = self._each(weight.flatten()[self.cells])[..., None]
+        return (values * w).sum(1) / w.sum(1).clamp_min(1e-6)
+
+    def remaining(self) -> Tensor:
+        return self._each(self.rows)

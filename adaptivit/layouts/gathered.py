@@ -1,5 +1,6 @@
 """Gathered: the same number of live rows in every image, so that all shapes are known beforehand. For policies that
-keep a fixed number of tokens (MoD, A-MoD, DynamicViT, EViT, ToMe, fold, static depth).
+keep a fixed number of tokens (MoD, A-MoD, DynamicViT, EViT, ToMe, fold, static depth). Where the fused kernels run,
+GatheredOnDevice (device.py) does the same.
 
 Shapes: B images, N slots, D width, H heads, d head width; n live tokens an image, rows are [B, n, D]. `places` [B, n]
 says which slot each row is, in rising order, so that the tokens that a head reads come first.
@@ -23,7 +24,6 @@ def kernels_run(t: Tensor) -> bool:
 
 class Gathered(Layout):
     name = "gathered"
-    equal = True
 
     def __init__(self, x: Tensor, read: int) -> None:
         super().__init__(x, read)
@@ -43,12 +43,18 @@ class Gathered(Layout):
 
     def drop(self, decision: Drop) -> None:
         stay = self.live & ~decision.leaving
-        last = self.leading()
-        if decision.zeroed:
-            last = last.masked_fill((self.live & decision.leaving)[:, : self.read, None], 0.0)
-        self._parked = last
+        self._park(decision.leaving if decision.zeroed else None)
         self._select(stay, decision.count)
         self.live = self.here = stay
+
+    def _park(self, zeroed: Tensor | None = None) -> None:
+        """Remember the last value of tokens that leave and that the head will read, zeros for those of `zeroed`."""
+        if self.prefix_stays and self.read < self.slots:
+            return
+        last = self.leading()
+        if zeroed is not None:
+            last = last.masked_fill((self.live & zeroed)[:, : self.read, None], 0.0)
+        self._parked = last
 
     def sit_out(self, decision: Skip) -> None:
         rows, places = self.rows, self.places
@@ -75,7 +81,7 @@ class Gathered(Layout):
         place = torch.zeros_like(decision.into).scatter(1, self.places, position)  # [B, N] slot -> position
         target = torch.where(into < 0, position, place.gather(1, into.clamp_min(0)))
         moved = widened(self.rows) * (scale * (into >= 0))[..., None]
-        self._parked = self.leading()
+        self._park()
         met = torch.zeros_like(moved).scatter_add(1, target[..., None].expand_as(moved), moved)
         self.rows = met.to(self.rows.dtype)
         stay = self.live & (decision.into == slot)
@@ -156,8 +162,11 @@ class Gathered(Layout):
             return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
         return super().match(k)
 
+    def remaining(self) -> Tensor:
+        return self.rows
+
     def leading(self) -> Tensor:
-        if self._whole:
+        if self._whole or (self.prefix_stays and self.read < self.slots and self._aside is None):
             return self.rows[:, : self.read]
         out = self._parked
         if self._aside is not None:

@@ -1,15 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Who stays, put into a row: the places of a packed batch, on the device.
 
-Shapes: B images, N slots, cell = image * N + slot; R = B N rows that there is room for.
+Shapes: B images, N slots, cell = image * N + slot; R rows that there is room for: B n where every image keeps the same
+number n of tokens and the host knows it (`count`), B N otherwise.
 
     place [B N]      the row of each cell, -1 where it has none
     cells [R]        the cell of each row, 0 behind the last live one
     offsets [B + 1]  image b has the rows offsets[b] to offsets[b + 1]; the last is the number of live rows
     index [R]        the row that each of them was before, 0 behind the last live one
+
+A given count is believed: whoever is too many in an image has no row.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,30 +24,54 @@ from .kernels import power_of_two, tl, triton, usable
 Order = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(stay: Tensor, before: Tensor) -> Order:
+def reference(stay: Tensor, before: Tensor, count: int | None = None) -> Order:
     """stay [B, N] bool and the places before [B N] -> place, cells, offsets, index, all int32."""
     batch, slots = stay.shape
     flat = stay.flatten()
     running = flat.cumsum(0)
     place = torch.where(flat, running - 1, -1).int()
     offsets = torch.cat([running.new_zeros(1), running[slots - 1 :: slots]]).int()
+    room = batch * slots if count is None else batch * count
     # every row that is not live gathers row 0
     target = torch.where(flat, running - 1, batch * slots)
     all_cells = torch.arange(batch * slots, device=stay.device)
-    cells = running.new_zeros(batch * slots + 1).scatter(0, target, all_cells)[:-1]
-    cells = torch.where(all_cells < running[-1], cells, 0)
-    index = torch.where(all_cells < running[-1], before.long()[cells], 0)
+    cells = running.new_zeros(batch * slots + 1).scatter(0, target, all_cells)[:room]
+    there = all_cells[:room] < running[-1]
+    cells = torch.where(there, cells, 0)
+    index = torch.where(there, before.long()[cells], 0)
     return place, cells.int(), offsets, index.int()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who goes where in a Merge, for the kernel that adds the rows up: lists of an image begin at its first cell."""
+
+    live: Tensor  # [B, N] bool: has a row
+    into: Tensor  # [B, N] slot of those that it joins
+    scale: Tensor  # [B, N] float32
+    stay: Tensor  # [B, N] bool, written: into is its own slot
+    own: Tensor  # [R] float32, written: scale of each row that stays
+    source: Tensor  # [B N] int32, written: rows of those that join another
+    target: Tensor  # [B N] int32, written: the new rows that they join
+    part: Tensor  # [B N] float32, written: their scale
+    number: Tensor  # [B] int32, written: how many there are
 
 
 if triton is not None:
 
     @triton.jit
-    def _count_kernel(stay_pointer, counts_pointer, slots, WIDE: tl.constexpr):
+    def _stays(stay_pointer, into_pointer, cell, slot, inside, MEETS: tl.constexpr):
+        stay = tl.load(stay_pointer + cell, mask=inside, other=0) != 0
+        if MEETS:
+            stay = stay & (tl.load(into_pointer + cell, mask=inside, other=-1) == slot)
+        return stay
+
+    @triton.jit
+    def _count_kernel(stay_pointer, into_pointer, counts_pointer, slots, WIDE: tl.constexpr, MEETS: tl.constexpr):
         slot = tl.arange(0, WIDE)
         image = tl.program_id(0)
-        stay = tl.load(stay_pointer + image * slots + slot, mask=slot < slots, other=0)
-        tl.store(counts_pointer + image, tl.sum((stay != 0).to(tl.int32), 0))
+        stay = _stays(stay_pointer, into_pointer, image * slots + slot, slot, slot < slots, MEETS)
+        tl.store(counts_pointer + image, tl.sum(stay.to(tl.int32), 0))
 
     @triton.jit
     def _order_kernel(
@@ -53,63 +82,112 @@ if triton is not None:
         cells_pointer,
         offsets_pointer,
         index_pointer,
+        into_pointer,
+        scale_pointer,
+        stays_pointer,
+        own_pointer,
+        source_pointer,
+        target_pointer,
+        part_pointer,
+        number_pointer,
         batch,
         slots,
+        count,
         WIDE: tl.constexpr,
         IMAGES: tl.constexpr,
         COUNTED: tl.constexpr,
+        EQUAL: tl.constexpr,
+        MEETS: tl.constexpr,
     ):
         image = tl.program_id(0)
         slot = tl.arange(0, WIDE)
         inside = slot < slots
         cell = image * slots + slot
-        others = tl.arange(0, IMAGES)
-        if COUNTED:
-            counts = tl.load(counts_pointer + others, mask=others < batch, other=0)
-        else:  # few enough for everyone to count them all
-            at = others[:, None] * slots + slot[None, :]
-            all_stay = tl.load(stay_pointer + at, mask=(others < batch)[:, None] & inside[None, :], other=0)
-            counts = tl.sum((all_stay != 0).to(tl.int32), 1)
-        base = tl.sum(tl.where(others < image, counts, 0), 0)
-        total = tl.sum(counts, 0)
-        stay = tl.load(stay_pointer + cell, mask=inside, other=0) != 0
-        row = base + tl.cumsum(stay.to(tl.int32), 0) - 1
-        tl.store(place_pointer + cell, tl.where(stay, row, -1), mask=inside)
+        stay = _stays(stay_pointer, into_pointer, cell, slot, inside, MEETS)
+        rank = tl.cumsum(stay.to(tl.int32), 0) - 1
+        if EQUAL:
+            base = image * count
+            stay = stay & (rank < count)
+            stop = base + count
+        else:
+            others = tl.arange(0, IMAGES)
+            if COUNTED:
+                counts = tl.load(counts_pointer + others, mask=others < batch, other=0)
+            else:  # few enough for everyone to count them all
+                at = others[:, None] * slots + slot[None, :]
+                there = (others < batch)[:, None] & inside[None, :]
+                counts = tl.sum(_stays(stay_pointer, into_pointer, at, slot[None, :], there, MEETS).to(tl.int32), 1)
+            base = tl.sum(tl.where(others < image, counts, 0), 0)
+            total = tl.sum(counts, 0)
+            stop = base + tl.sum(stay.to(tl.int32), 0)
+            behind = inside & (cell >= total)
+            tl.store(cells_pointer + cell, tl.zeros((WIDE,), dtype=tl.int32), mask=behind)
+            tl.store(index_pointer + cell, tl.zeros((WIDE,), dtype=tl.int32), mask=behind)
+        row = base + rank
+        place = tl.where(stay, row, -1)
+        before = tl.load(before_pointer + cell, mask=inside, other=0)
+        tl.store(place_pointer + cell, place, mask=inside)
         tl.store(cells_pointer + row, cell, mask=stay)
-        tl.store(index_pointer + row, tl.load(before_pointer + cell, mask=stay, other=0), mask=stay)
-        behind = inside & (cell >= total)
-        tl.store(cells_pointer + cell, tl.zeros((WIDE,), dtype=tl.int32), mask=behind)
-        tl.store(index_pointer + cell, tl.zeros((WIDE,), dtype=tl.int32), mask=behind)
-        tl.store(offsets_pointer + image + 1, base + tl.sum(stay.to(tl.int32), 0))
+        tl.store(index_pointer + row, before, mask=stay)
+        tl.store(offsets_pointer + image + 1, stop)
         if image == 0:
             tl.store(offsets_pointer, 0)
+        if MEETS:
+            scale = tl.load(scale_pointer + cell, mask=inside, other=0.0)
+            tl.store(stays_pointer + cell, stay.to(tl.uint8), mask=inside)
+            tl.store(own_pointer + row, scale, mask=stay)
+            into = tl.load(into_pointer + cell, mask=inside, other=-1).to(tl.int32)
+            known = (into >= 0) & (into < slots)
+            target = tl.gather(place, tl.where(known, into, 0), 0)
+            live = tl.load(stay_pointer + cell, mask=inside, other=0) != 0
+            joins = live & (stay == 0) & known & (target >= 0)
+            at = image * slots + tl.cumsum(joins.to(tl.int32), 0) - 1
+            tl.store(source_pointer + at, before, mask=joins)
+            tl.store(target_pointer + at, target, mask=joins)
+            tl.store(part_pointer + at, scale, mask=joins)
+            tl.store(number_pointer + image, tl.sum(joins.to(tl.int32), 0))
 
 
-@torch.library.custom_op("adaptivit::order", mutates_args=())
-def _order(stay: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | None = None) -> Order:
+    """The kernels. With a meeting, `stay` says who is live, and who stays follows from where the others go."""
     batch, slots = stay.shape
-    place, cells, index = (before.new_empty(batch * slots) for _ in range(3))
-    offsets = before.new_empty(batch + 1)
+    equal, meets = count is not None, meeting is not None
+    place, offsets = before.new_empty(batch * slots), before.new_empty(batch + 1)
+    cells, index = (before.new_empty(batch * (slots if count is None else count)) for _ in range(2))
     flags, wide, images = stay.view(torch.uint8), power_of_two(slots), power_of_two(batch, 1)
-    counted = wide * images > 16384
+    counted = not equal and wide * images > 16384
+    tile = wide * (1 if equal or counted else images)
     counts = before.new_empty(batch) if counted else before
+    lists = [before] * 8
+    if meeting is not None:
+        m = meeting
+        lists = [m.into, m.scale, m.stay.view(torch.uint8), m.own, m.source, m.target, m.part, m.number]
     if counted:
-        _count_kernel[(batch,)](flags, counts, slots, WIDE=wide)
+        _count_kernel[(batch,)](flags, lists[0], counts, slots, WIDE=wide, MEETS=meets)
     _order_kernel[(batch,)](
-        *(flags, before, counts, place, cells, offsets, index, batch, slots),
+        *(flags, before, counts, place, cells, offsets, index, *lists, batch, slots, count or 0),
         WIDE=wide,
-        IMAGES=images,
+        IMAGES=1 if equal else images,
         COUNTED=counted,
+        EQUAL=equal,
+        MEETS=meets,
+        num_warps=4 if tile <= 4096 else 8,
     )
     return place, cells, offsets, index
 
 
+@torch.library.custom_op("adaptivit::order", mutates_args=())
+def _order(stay: Tensor, before: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return arrange(stay, before, count)
+
+
 @_order.register_fake
-def _(stay, before):
-    place, cells, index = (before.new_empty(stay.shape[0] * stay.shape[1]) for _ in range(3))
-    return place, cells, before.new_empty(stay.shape[0] + 1), index
+def _(stay, before, count):
+    batch, slots = stay.shape
+    cells, index = (before.new_empty(batch * (slots if count is None else count)) for _ in range(2))
+    return before.new_empty(batch * slots), cells, before.new_empty(batch + 1), index
 
 
-def order(stay: Tensor, before: Tensor) -> Order:
+def order(stay: Tensor, before: Tensor, count: int | None = None) -> Order:
     """As the reference, with the kernels where they can run."""
-    return _order(stay, before) if usable(stay.device) else reference(stay, before)
+    return _order(stay, before, count) if usable(stay.device) else reference(stay, before, count)

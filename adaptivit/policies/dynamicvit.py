@@ -70,6 +70,7 @@ class DynamicViT(Policy):
 
     equal = True
     dial = "keep"
+    prefix_stays = True
 
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -113,9 +114,8 @@ class DynamicViT(Policy):
             weight = torch.where(self._prefix(view), torch.ones_like(drawn), state.decision)
         else:
             count = min(max(1, int(self.ratios[stage] * total)), int(state.decision.shape[1]) - self.shape.prefix)
-            stay = top(log_p[..., 0], patches, count)
-            leaving = patches & ~stay
-            state.decision = stay.float()
+            leaving = top(log_p[..., 0], patches, count, rest=True)
+            state.decision = (patches & ~leaving).float()
             count += self.shape.prefix
         state.kept.append(state.decision.sum(-1) / total)
         if self.settings.leave == "drop":

@@ -31,6 +31,7 @@ class EViT(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
+    prefix_stays = True
     evidence_gradient = True  # the fused patch is a sum with attention as weights
 
     def __init__(self, settings: EViTSettings, shape: Shape) -> None:
@@ -63,7 +64,7 @@ class EViT(Policy):
             return None
         score, patches = view.found["class_row"], view.patches
         view.note(score, view.layer + 1)
-        leaving = patches & ~top(score, patches, after)
+        leaving = top(score, patches, after, rest=True)
         if not self.settings.fuse:
             state.append(after)
             return Drop(leaving, count=after + self.shape.prefix)

@@ -45,6 +45,7 @@ class Fold(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
+    prefix_stays = True
 
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -88,7 +89,8 @@ class Fold(Policy):
         alike = similarity.nearest(patches)[0] if settings.power else None
         score, say = worth(view.found[self.look], alike, state.size, settings.power, settings.value)
         view.note(score, view.layer + 1)
-        merge = fold(patches & ~top(score, patches, count), patches, state.size, similarity, say)
+        leaving = top(score, patches, count, rest=True)
+        merge = fold(leaving, patches, state.size, similarity, say)
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, count=count + self.shape.prefix)

@@ -38,13 +38,13 @@ def sit_out(score: Tensor, view: View, capacity: float, gate: Tensor | None = No
     """The answer of a routed block: the ceil(C N) best take part, prefix tokens first."""
     prefix, slots = view.shape.prefix, view.present.shape[1]
     count = max(math.ceil(capacity * slots), prefix)
-    stay = top(score, view.patches, count - prefix) | (view.present & ~view.patches)
-    return Skip(view.present & ~stay, gate=gate, count=count)
+    return Skip(top(score, view.patches, count - prefix, rest=True), gate=gate, count=count)
 
 
 class MoD(Policy):
     equal = equal_in_training = True
     dial = "capacity"
+    prefix_stays = True
 
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from ..decision import Merge
 from ..errors import UserError
 from ..layouts import Similarity
+from ..ops import merge
+from ..ops.select import top
 
-
-def top(score: Tensor, among: Tensor, count: int) -> Tensor:
-    """[B, N] bool: in every image the `count` tokens of `among` [B, N] with the highest score; of equals the first."""
-    score = score.masked_fill(~among, float("-inf"))
-    chosen = score.argsort(dim=-1, descending=True, stable=True)[:, :count]
-    return torch.zeros_like(among).scatter(1, chosen, True) & among
+__all__ = ["check_blocks", "fold", "join", "thirds", "top"]
 
 
 def check_blocks(name: str, blocks: Iterable[int], low: int, layers: int) -> None:
@@ -38,13 +34,8 @@ def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None)
 
     The means are weighted by `say` [B, N], by default the sizes.
     """
-    goes = into.clamp_min(0)
-    nobody = (into < 0) | ~present
-    brought, part = (t.masked_fill(nobody, 0.0) for t in (size, size if say is None else say))
-    total, whole = (torch.zeros_like(t).scatter_add(1, goes, t) for t in (brought, part))
-    scale = part / whole.gather(1, goes).clamp_min(1e-12)
-    stays = into == torch.arange(size.shape[1], device=size.device)
-    return Merge(into, scale, torch.where(stays & present, total, size))
+    scale, size = merge.join(into, size, present, say)
+    return Merge(into, scale, size)
 
 
 def fold(leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity, say: Tensor | None = None) -> Merge:

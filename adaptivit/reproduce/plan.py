@@ -29,8 +29,17 @@ from . import TABLES
 from .run import Run, Table
 
 # Of a training, what its figures do not follow from.
-_FREE = ("out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "compile")
-_FREE += ("val_epochs",)
+_FREE: tuple[str, ...] = (
+    "out",
+    "resume",
+    "recipe",
+    "workers",
+    "device",
+    "log_steps",
+    "checkpoint_steps",
+    "tensorboard",
+)
+_FREE += ("compile", "val_epochs")
 _OWN = ("data", "weights", "teacher", "out", "resume", "recipe", "policy", "seed", "device", "workers")
 
 

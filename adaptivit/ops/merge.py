@@ -1,0 +1,220 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Rows that meet: what a Merge says, carried out on a packed batch, and what it says where sizes add.
+
+Shapes: B images, N slots, D width; R rows before, R' after, as in compact.py. live [B, N] bool: who has a row, which is
+place [B N]; into [B, N] the slot that each token goes to, its own if it stays, -1 if it leaves and joins nobody.
+
+    row'_j = sum of scale_i row_i over the live i with into_i = j      for the live j with into_j = j
+
+in float32, rounded once. A row that is not finite reaches those that it joins (as NaN) and nobody else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import compact
+from .kernels import multiprocessors, precision, tl, triton, usable
+
+Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def reference(
+    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None
+) -> Merged:
+    """The rows after [R', D], who stays [B, N], and place, cells, offsets as in compact.py."""
+    batch, slots = live.shape
+    slot = torch.arange(slots, device=live.device)
+    stay = live & (into == slot)
+    after, cells, offsets, _ = compact.reference(stay, place, count)
+    first = torch.arange(batch, device=live.device)[:, None] * slots
+    target = after[(first + into.clamp_min(0)).flatten()]
+    joins = ((live & (into >= 0)).flatten() & (target >= 0)).nonzero()[:, 0]
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    moved = wide[place[joins]] * scale.flatten()[joins][:, None]
+    met = moved.new_zeros(len(cells), rows.shape[1]).index_add(0, target[joins], moved)
+    return met.to(rows.dtype), stay, after, cells, offsets
+
+
+def reference_join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """scale [B, N] and the new sizes [B, N], where rows become means weighted by `say`, by default the sizes."""
+    goes = into.clamp_min(0)
+    nobody = (into < 0) | ~present
+    brought, part = (t.masked_fill(nobody, 0.0) for t in (size, size if say is None else say))
+    total, whole = (torch.zeros_like(t).scatter_add(1, goes, t) for t in (brought, part))
+    scale = part / whole.gather(1, goes).clamp_min(1e-12)
+    stays = into == torch.arange(size.shape[1], device=size.device)
+    return scale, torch.where(stays & present, total, size)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _merge_kernel(
+        rows_pointer,
+        index_pointer,
+        offsets_pointer,
+        own_pointer,
+        source_pointer,
+        target_pointer,
+        part_pointer,
+        number_pointer,
+        out_pointer,
+        slots,
+        D: tl.constexpr,
+        TM: tl.constexpr,
+        TL: tl.constexpr,
+        TC: tl.constexpr,
+        EXACT: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """One image, TC columns, every so many tiles of TM rows. Those that join are multiplied in as a matrix of
+        scales [TM, TL]; a float32 scale is two numbers that the tensor cores take as they are."""
+        image = tl.program_id(0)
+        start = tl.load(offsets_pointer + image)
+        length = tl.load(offsets_pointer + image + 1) - start
+        number = tl.load(number_pointer + image)
+        c = tl.program_id(1) * TC + tl.arange(0, TC)
+        for first in range(tl.program_id(2) * TM, length, tl.num_programs(2) * TM):
+            i = first + tl.arange(0, TM)
+            row = start + i
+            there = i < length
+            mask = there[:, None] & (c < D)[None, :]
+            index = tl.load(index_pointer + row, mask=there, other=0).to(tl.int64)
+            own = tl.load(own_pointer + row, mask=there, other=0.0)
+            x = tl.load(rows_pointer + index[:, None] * D + c[None, :], mask=mask, other=0.0)
+            out = x.to(tl.float32) * own[:, None]
+            for other in range(0, number, TL):
+                k = other + tl.arange(0, TL)
+                at = image * slots + k
+                target = tl.load(target_pointer + at, mask=k < number, other=-1)
+                part = tl.load(part_pointer + at, mask=k < number, other=0.0)
+                source = tl.load(source_pointer + at, mask=k < number, other=0).to(tl.int64)
+                joins = (k < number)[:, None] & (c < D)[None, :]
+                y = tl.load(rows_pointer + source[:, None] * D + c[None, :], mask=joins, other=0.0).to(tl.float32)
+                hits = row[:, None] == target[None, :]
+                scale = tl.where(hits, part[None, :], 0.0)
+                finite = tl.abs(y) < float("inf")
+                clean = tl.where(finite, y, 0.0)  # 0 times NaN is NaN
+                if EXACT:
+                    out = tl.dot(scale, clean, out, input_precision=PRECISION)
+                else:
+                    high = (scale.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+                    out = tl.dot(high, clean, out, input_precision="tf32")
+                    out = tl.dot(scale - high, clean, out, input_precision="tf32")
+                if tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0) > 0:
+                    bad = tl.dot(hits.to(tl.float32), (finite == 0).to(tl.float32), input_precision="tf32")
+                    out = tl.where(bad > 0.0, float("nan"), out)
+            to = row.to(tl.int64)[:, None] * D + c[None, :]
+            tl.store(out_pointer + to, out.to(out_pointer.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _join_kernel(
+        into_pointer,
+        size_pointer,
+        present_pointer,
+        say_pointer,
+        scale_pointer,
+        after_pointer,
+        slots,
+        TM: tl.constexpr,
+        TN: tl.constexpr,
+        SAYS: tl.constexpr,
+    ):
+        """Sums by comparing everybody with everybody of the image: in the same order at every call."""
+        cell = tl.program_id(1) * slots
+        i = tl.program_id(0) * TM + tl.arange(0, TM)
+        into = tl.load(into_pointer + cell + i, mask=i < slots, other=-1).to(tl.int32)
+        total = tl.zeros((TM,), dtype=tl.float32)  # of those that come to i
+        whole = tl.zeros((TM,), dtype=tl.float32)  # of those that go where i goes
+        for first in range(0, slots, TN):
+            j = first + tl.arange(0, TN)
+            goes = tl.load(into_pointer + cell + j, mask=j < slots, other=-1).to(tl.int32)
+            there = tl.load(present_pointer + cell + j, mask=j < slots, other=0) != 0
+            there = there & (goes >= 0)
+            size = tl.load(size_pointer + cell + j, mask=there, other=0.0)
+            say = size
+            if SAYS:
+                say = tl.load(say_pointer + cell + j, mask=there, other=0.0)
+            total += tl.sum(tl.where(goes[None, :] == i[:, None], size[None, :], 0.0), 1)
+            # whoever goes nowhere has brought nothing, so that all those are no sum
+            whole += tl.sum(tl.where(goes[None, :] == into[:, None], say[None, :], 0.0), 1)
+        present = tl.load(present_pointer + cell + i, mask=i < slots, other=0) != 0
+        size = tl.load(size_pointer + cell + i, mask=i < slots, other=0.0)
+        say = size
+        if SAYS:
+            say = tl.load(say_pointer + cell + i, mask=i < slots, other=0.0)
+        scale = tl.where(present & (into >= 0), say / tl.maximum(whole, 1e-12), 0.0)
+        tl.store(scale_pointer + cell + i, scale, mask=i < slots)
+        tl.store(after_pointer + cell + i, tl.where(present & (into == i), total, size), mask=i < slots)
+
+
+@torch.library.custom_op("adaptivit::merge", mutates_args=())
+def _merge(
+    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, slots = live.shape
+    longest = slots if count is None else count
+    stay = torch.empty_like(live)
+    out = torch.empty(batch * longest, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    own = torch.empty(batch * longest, dtype=torch.float32, device=rows.device)
+    source, target = (place.new_empty(batch * slots) for _ in range(2))
+    part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
+    meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number)
+    after, cells, offsets, index = compact.arrange(live, place, count, meeting)
+    width, columns, tall = rows.shape[1], 64, 32
+    across = triton.cdiv(width, columns)
+    # few images: several programs share the rows of each
+    shared = triton.cdiv(4 * multiprocessors(rows.device), batch * across)
+    _merge_kernel[(batch, across, max(1, min(triton.cdiv(longest, tall), shared)))](
+        *(rows, index, offsets, own, source, target, part, number, out, slots),
+        D=width,
+        TM=tall,
+        TL=32,
+        TC=columns,
+        EXACT=rows.dtype == torch.float32,
+        PRECISION=precision(rows.dtype),
+    )
+    return out, stay, after, cells, offsets
+
+
+@_merge.register_fake
+def _(rows, live, into, scale, place, count):
+    batch, slots = live.shape
+    room = batch * (slots if count is None else count)
+    out, stay = rows.new_empty(room, rows.shape[1]), torch.empty_like(live)
+    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1)
+
+
+@torch.library.custom_op("adaptivit::join", mutates_args=())
+def _join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None) -> tuple[Tensor, Tensor]:
+    batch, slots = into.shape
+    scale, after = torch.empty_like(size), torch.empty_like(size)
+    tall = 64
+    _join_kernel[(triton.cdiv(slots, tall), batch)](
+        *(into, size, present.view(torch.uint8), size if say is None else say, scale, after, slots),
+        TM=tall,
+        TN=128,
+        SAYS=say is not None,
+    )
+    return scale, after
+
+
+@_join.register_fake
+def _(into, size, present, say):
+    return torch.empty_like(size), torch.empty_like(size)
+
+
+def merge(rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None) -> Merged:
+    """As the reference, with the kernels where they can run; rows behind the last live one are not written."""
+    if not usable(rows.device) or rows.dtype == torch.float64:
+        return reference(rows, live, into, scale, place, count)
+    return _merge(rows, *(t.contiguous() for t in (live, into, scale.float())), place, count)
+
+
+def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As the reference, with the kernel where it can run and no gradient is wanted."""
+    if not usable(into.device) or size.dtype != torch.float32 or torch.is_grad_enabled():
+        return reference_join(into, size, present, say)
+    return _join(*(t.contiguous() for t in (into, size, present)), None if say is None else say.contiguous())
