@@ -121,7 +121,7 @@ def test_units(kind: str, width: int, dtype: torch.dtype) -> None:
         rows = Rows(tokens(kind, slots), heads, width, dtype, kind)
         assert rows.units.dtype == torch.float16
         high, low = rows.units[rows.cells].double().unbind(1)
-        assert ((high + low) / 64 - rows.exact[rows.cells]).abs().max() < 1.2e-7
+        assert ((high + low) / 64 - rows.exact[rows.cells]).abs().max() < 3e-7  # 2^-22 of two halves, and float32
         assert (low.abs() <= high.abs() * 2.0**-11 + 1e-9).all()
         written = rows.units.isfinite().all(-1).all(-1)
         assert torch.equal(written, rows.here.flatten())  # and nothing else is
