@@ -37,7 +37,7 @@ class Captured:
         batch: int,
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
-        compile: bool = True,
+        compile: bool | None = None,
         warm_up: int = 3,
     ) -> None:
         weight = next(model.parameters())
@@ -48,7 +48,7 @@ class Captured:
         if batch < 1:
             raise UserError(f"capture: expected a batch of at least 1 image, got {batch}.")
         self.model, self.batch, self.asked = model, batch, layout
-        self.compiled = compile
+        self.compiled = not model.policy.equal if compile is None else compile
         height, width = model.vit.patch_embed.img_size
         shape = (batch, model.vit.in_chans, height, width)
         first, *_, last = model.parameters()

@@ -160,13 +160,13 @@ class AdaptiveViT(nn.Module):
         *,
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
-        compile: bool = True,
+        compile: bool | None = None,
     ) -> Captured:
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
         GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (half a minute, once).
+        kernels first (half a minute, once); default: where images differ.
         """
         return Captured(self, batch, layout, profile, compile)
 

@@ -156,11 +156,11 @@ def _first(**change: Any) -> tuple[Run, Run]:
 
 
 _GOES_ON = (
-    "static is fine-tuned from --weights without distillation. Every method, static too (the row `static, trained on`, "
-    "which differences are against), then goes on from it for as many epochs under the same settings and is distilled "
-    "from it. Cost is held by each method's own means; where settings do not fix it, the share of static's MACs is met "
-    "by calibration (a shift of the halting score) on up to 512 validation images, held out of the training images. "
-    "The test images are used for the report alone."
+    f"static is fine-tuned from --weights without distillation, on CIFAR-100 at lr {STATIC_LR:g}. Every method, static "
+    "too (the row `static, trained on`, which differences are against), then goes on from it for as many epochs under "
+    "the same settings and is distilled from it. Cost is held by each method's own means; where settings do not fix "
+    "it, the share of static's MACs is met by calibration (a shift of the halting score) on up to 512 validation "
+    "images, held out of the training images. The test images are used for the report alone."
 )
 _ABLATED = _GOES_ON.replace("as many epochs", f"{ABLATION_EPOCHS} epochs") + " One thing differs between the rows."
 _CIFAR = "CIFAR-100 as an .npz or folder with train and test"
