@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 20.0, "beta": -5.0, "plan_weight": 3.0}
         | {"straight_through": True, "slope": "logit", "tau": 0.5},
     ),
+    "aht, the plan against its image": ("aht", {"beta": -1.0, "plan_weight": 2.0, "plan_against": "image"}),
     "aht, planner alone": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "none", "planner_width": 0.25}),
     "aht, class token": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "class", "feature": "class_row"}),
     "avit": ("avit", GATE),

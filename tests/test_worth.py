@@ -9,10 +9,15 @@ import torch
 from conftest import assert_close, pictures, tiny
 
 import adaptivit
+from adaptivit import data
+from adaptivit.arrays import evaluation_images
+from adaptivit.config import TrainConfig
+from adaptivit.data import Labelled
 from adaptivit.draws import Share, drawing
 from adaptivit.errors import UserError
 from adaptivit.objectives import Batch, Budget
 from adaptivit.policies.halting import Halting
+from adaptivit.start import calibrate
 
 WORTH: dict[str, Any] = {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 3.0, "beta": 0.0}
 
@@ -163,6 +168,34 @@ def test_gates_start_alike_whatever_the_plan_adds() -> None:
         live.append(model(images).trace.updated.sum((1, 2)))
     assert (live[0] - live[1]).abs().max() <= 2
     assert live[0].unique().numel() >= 5
+
+
+def test_a_plan_held_against_its_image_says_who_leaves_and_not_how_many() -> None:
+    """Plans that are all deeper change nothing; a plan that is deeper than the image's others keeps its token."""
+    images, given = pictures(4), WORTH | {"gamma": 1.0, "plan_weight": 5.0, "plan_against": "image"}
+    model = tiny("aht", more={"depth": 8}, start="budget", spare=2, gate="layer", stages=(2,), **given)
+    model.policy.calibrate(model, images, 0.6)
+    planner = model.policy.planners["2"]
+    with torch.no_grad():
+        planner.out.weight.mul_(0.5)  # nowhere near the ends of its range
+        before = model(images, ask={"plan"}).trace
+        planner.low, planner.high = planner.low + 2, planner.high + 2
+        after = model(images, ask={"plan"}).trace
+    plan, depth = before.facts["plan"][0][:, 1:], before.depth[:, 1:].float()
+    assert_close(after.facts["plan"][0][:, 1:], plan + 2, 1e-5)
+    assert torch.equal(after.updated, before.updated)
+    assert plan.std() > 0.1
+    assert torch.corrcoef(torch.stack([plan.flatten(), depth.flatten()]))[0, 1] > 0.5
+
+
+def test_gates_that_do_not_learn_start_at_the_budget_too() -> None:
+    images = torch.rand(64, 32, 32, 3).mul(255).byte().numpy()
+    model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH)
+    found = Labelled("here", images, [0] * 64, ("a",))
+    calibrate(model, {}, TrainConfig("", budget=0.0, budget_share=0.6), found, "cpu")
+    batch = next(data.batches(evaluation_images(found, model.preprocessing, "cpu"), data.in_order(64, 64))).images
+    out = model(batch)
+    assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.6, abs=0.03)
 
 
 def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:

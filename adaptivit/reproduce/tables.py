@@ -255,6 +255,8 @@ def _ingredients() -> Table:
         "the plan acts": f"{firm},plan_weight=8",
         "the plan acts and learns 3 times as fast": f"{firm},plan_weight=8",
         "the plan acts and learns 10 times as fast": f"{firm},plan_weight=8",
+        "the plan acts against its image and learns 3 times as fast": f"{firm},plan_weight=8,plan_against=image",
+        "the plan acts, sees the class token and learns 3 times as fast": f"{firm},plan_weight=8,planner_context=class",
         "the plan acts, with target depth": f"{firm},plan_weight=8,target_depth=0.01",
         "sampled budgets": "aht:fold,sample=0.45+0.95,budget_share=0.7",
     }
