@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import schedule
+from .compiling import compiled
 from .decision import Trace
 from .dial import Budgets, Turn, turns
 from .errors import UserError
@@ -68,7 +69,7 @@ class Captured:
 
             step: Callable[[Tensor], list[Tensor]] = run
             if self.compiled:
-                step = torch.compile(run, fullgraph=True, dynamic=False)
+                step = compiled(run, fullgraph=True)
             stream = torch.cuda.Stream(weight.device)
             stream.wait_stream(torch.cuda.current_stream(weight.device))
             with torch.cuda.stream(stream):

@@ -24,6 +24,7 @@ from timm.data.mixup import Mixup
 from . import data, settings, sharding
 from .arrays import Source, evaluation_images, training_images
 from .checkpoint import refill
+from .compiling import compiled
 from .config import TrainConfig
 from .data import Labelled, Loaded, mix
 from .errors import DataError, UserError, first_line
@@ -214,7 +215,7 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     trainer.copy = whole
     if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
-        trainer.judge = torch.compile(judged, dynamic=False, mode="reduce-overhead" if graphs else None)
+        trainer.judge = compiled(judged, mode="reduce-overhead" if graphs else None)
         if accelerator.num_processes > 1:  # DDP splits the graph, and torch warns of what its own compiler looks at
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer

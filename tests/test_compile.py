@@ -14,6 +14,7 @@ from test_data import split_folder, train
 from test_resume import weights
 from torch import Tensor
 
+from adaptivit import compiling
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
 from adaptivit.train import Trainer, _accelerator, _trainer
@@ -79,6 +80,20 @@ def test_the_same_training_under_autocast() -> None:
             other_loss, _, other_output = step(compiled, number)
         assert loss == pytest.approx(other_loss, rel=1e-2)
         assert output.logits.dtype == other_output.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0"])
+def test_a_message_does_not_write_out_the_graph(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 formats all that an operation depends on, exponentially often; later ones do so when asked."""
+    from torch._inductor.exc import OperatorIssue
+
+    whole = OperatorIssue.operator_str
+    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(whole))  # undone afterwards
+    monkeypatch.setattr(torch, "__version__", version)
+    assert int(compiling.compiled(lambda x: x + 1, backend="eager")(torch.ones(()))) == 2
+    said = OperatorIssue.operator_str("mine::op", ["all the rest"], {})
+    assert "mine::op" in said
+    assert ("all the rest" in said) == (version == "2.13.0")
 
 
 @pytest.mark.usefixtures("one_graph")

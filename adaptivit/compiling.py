@@ -1,0 +1,31 @@
+"""torch.compile for passes that are one long graph with kernels of our own in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`run` through torch.compile, for fixed shapes."""
+    if _version() < (2, 13):
+        _shorten_messages()
+    return torch.compile(run, dynamic=False, **options)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def _shorten_messages() -> None:
+    """At the first sight of an operation that it has no code for, torch 2.11 writes out everything that this depends
+    on, for a log message, whether anybody reads it or not: minutes, where that is many blocks. The name will do."""
+    from torch._inductor.exc import OperatorIssue
+
+    OperatorIssue.operator_str = staticmethod(_name_alone)  # type: ignore[method-assign]
+
+
+def _name_alone(target: Any, args: Any, kwargs: Any) -> str:
+    return f"  target: {target}"
