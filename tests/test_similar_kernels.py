@@ -8,6 +8,8 @@ from interpreted import DEVICE, DTYPES, here, on_gpu
 from test_kernels import _poison  # noqa: F401  (applies to this file)
 from torch import Tensor
 
+from adaptivit.layouts import Masked
+from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
 from adaptivit.ops import pairs, similar, worth
 
 pytestmark = [
@@ -291,6 +293,24 @@ def test_worth() -> None:
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == torch.float32
             assert ((one - other).abs() <= 1e-6 * other.abs() + 1e-12).all()
+
+
+@here
+def test_training_on_masked_takes_the_kernels_and_evaluation_does_not() -> None:
+    layout = Masked(torch.zeros(3, 37, 4, device=DEVICE), 1)
+    layout.live = layout.here = some(3, 37, share=0.7)
+    k = qkv(3 * 37, 2, 32).unflatten(0, (3, 37))
+    taught = k.clone().requires_grad_() * 1.0
+    with torch.no_grad():
+        plain, quick = layout.similarity(k), layout.similarity(taught)
+    assert (type(plain), type(quick)) == (Cosines, SimilarityOnDevice)
+    assert not quick.unit.requires_grad
+    patches = some(3, 37, share=0.8)
+    leaving = patches & some(3, 37)
+    (value, slot), (other_value, other_slot) = plain.nearest(patches), quick.nearest(patches)
+    assert torch.equal(slot, other_slot)
+    assert torch.allclose(value, other_value, rtol=0, atol=2 * CLOSE)
+    assert torch.equal(plain.joins(leaving, patches), quick.joins(leaving, patches))
 
 
 def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

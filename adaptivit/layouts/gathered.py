@@ -13,13 +13,9 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, evidence, ragged
-from ..ops.kernels import usable
+from ..ops.kernels import run_on
 from .base import Layout, same_count, take, widened
 from .similarity import Cosines, Match, Similarity, SimilarityOnDevice, mean_key
-
-
-def kernels_run(t: Tensor) -> bool:
-    return usable(t.device) and t.dtype != torch.float64 and not torch.is_grad_enabled()
 
 
 class Gathered(Layout):
@@ -96,7 +92,7 @@ class Gathered(Layout):
         if not self.places.shape[1]:
             return v
         weight = self._row_weight()
-        if kernels_run(q):
+        if run_on(q):
             flat = None if weight is None else weight.flatten()
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             out = ragged.attend(q, k, v, self._offsets(), self.places.shape[1], flat)
@@ -139,7 +135,7 @@ class Gathered(Layout):
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         if not self.places.shape[1]:
             return self.here.float()
-        if kernels_run(q):
+        if run_on(q):
             look, weight = evidence.class_row if queries == "class" else evidence.received, self._row_weight()
             flat = None if weight is None else weight.flatten()
             row = look(q.flatten(0, 1), k.flatten(0, 1), self._offsets(), self.places.shape[1], flat)
@@ -152,13 +148,13 @@ class Gathered(Layout):
         return self.grid(attention.probabilities(q, k, weight).mean((1, 2)))
 
     def similarity(self, k: Tensor) -> Similarity:
-        if kernels_run(k):
+        if run_on(k):
             return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
         image = torch.arange(self.batch, device=k.device)[:, None]
         return Cosines([(mean_key(k), image * self.slots + self.places)], self.here)
 
     def match(self, k: Tensor) -> Match:
-        if kernels_run(k):
+        if run_on(k):
             return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
         return super().match(k)
 

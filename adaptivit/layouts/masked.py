@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention
+from ..ops.kernels import run_on
 from .base import Layout, widened
-from .similarity import Cosines, Similarity, mean_key
+from .similarity import Cosines, Similarity, SimilarityOnDevice, mean_key
 
 
 class Masked(Layout):
@@ -118,6 +119,9 @@ class Masked(Layout):
         return self.grid(a.mean(1).sum(1) / count[:, None])
 
     def similarity(self, k: Tensor) -> Similarity:
+        if k.requires_grad and run_on(k):  # training; as the reference, masked stays what PyTorch computes
+            slots = torch.arange(self.slots, device=k.device).expand(self.live.shape)
+            return SimilarityOnDevice(k.flatten(0, 1), slots, None, self.here)
         cells = torch.arange(self.live.numel(), device=k.device).view(self.live.shape)
         return Cosines([(mean_key(k), cells)], self.here)
 

@@ -29,6 +29,7 @@ __all__ = [
     "multiprocessors",
     "power_of_two",
     "precision",
+    "run_on",
     "tl",
     "triton",
     "usable",
@@ -43,6 +44,11 @@ LOG2E = 1.4426950408889634
 def usable(device: torch.device) -> bool:
     """Whether the kernels can run on tensors of this device (in Triton's interpreter on a CPU)."""
     return triton is not None and (device.type == "cuda" or (on_cpu and INTERPRETED))
+
+
+def run_on(t: Tensor) -> bool:
+    """Whether kernels without a gradient may take this tensor now."""
+    return usable(t.device) and t.dtype != torch.float64 and not torch.is_grad_enabled()
 
 
 @lru_cache
