@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from . import backbone
 from .backbone import Taps
-from .layouts import Layout
+from .layouts import PackedOnDevice
 from .layouts.base import Stream
 from .ops.kernels import usable
 from .ops.linear import linear
@@ -89,7 +89,7 @@ def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     return vit.norm_pre(rows)
 
 
-def attention(block: Any, layout: Layout, taps: Taps) -> None:
+def attention(block: Any, layout: PackedOnDevice, taps: Taps) -> None:
     """The first residual branch, in place of the layout's rows."""
     attn, stream = block.attn, layout.stream()
     qkv, kept, _ = _normed(stream, block.norm1, attn.qkv)
@@ -105,7 +105,7 @@ def attention(block: Any, layout: Layout, taps: Taps) -> None:
     layout.put(_added(out, attn.proj, kept, block.ls1, count, expected))
 
 
-def mlp(block: Any, layout: Layout, taps: Taps) -> None:
+def mlp(block: Any, layout: PackedOnDevice, taps: Taps) -> None:
     """The second residual branch."""
     ffn, stream = block.mlp, layout.stream()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))

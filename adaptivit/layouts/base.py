@@ -137,11 +137,6 @@ class Layout(ABC):
         """Tokens fold into others."""
 
     # -- what a block needs ----------------------------------------------------------------------------------
-    def stream(self) -> Stream:
-        """The rows for the fused kernels (fused.py); a layout whose rows are all computed has none to skip."""
-        rows = self.rows.flatten(0, -2)
-        return Stream(rows, expected=len(rows))
-
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """[R, H, d] x 3 -> [R, H, d]: weighted attention inside each image."""

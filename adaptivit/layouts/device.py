@@ -50,6 +50,7 @@ class PackedOnDevice(Layout):
         self._index = None
 
     def stream(self) -> Stream:
+        """The rows for the fused kernels (fused.py)."""
         expected = self.plan.expected(self.layer, self.batch * self.slots)
         return Stream(self._held, self._index, self.offsets[-1:] if self._counted else None, expected)
 
