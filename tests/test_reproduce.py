@@ -200,7 +200,7 @@ def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
         if name != "static":
             assert job.training.weights == first.model == str(Path(first.training.out) / "model")
             assert (job.needs, job.training.distill, job.training.teacher, job.epochs) == (first.key, 1.0, None, 20)
-            assert job.training.lr == tables.CIFAR100["lr"] < first.training.lr == tables.STATIC_LR
+            assert job.training.lr == tables.CIFAR100["lr"] < first.training.lr == tables.FIRST["lr"]
         for field in ("epochs", "batch_size", "augment", "weight_decay", "val_split", "label_smoothing"):
             assert getattr(job.training, field) == getattr(first.training, field)
     assert {job.seed for job in plan(ReproduceConfig(table="cifar100-main", dry_run=True))} == {0, 1, 2}

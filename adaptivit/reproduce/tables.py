@@ -51,9 +51,8 @@ DIGITS: Mapping[str, Any] = {
     "distill": 1.0,
 }
 ABLATION_EPOCHS = 5
-STATIC_LR = (
-    3e-4  # of the first fine-tuning on CIFAR-100, from ImageNet's weights; what goes on from it takes smaller steps
-)
+# The first fine-tuning on CIFAR-100, from ImageNet's weights; what goes on from it takes smaller steps.
+FIRST: Mapping[str, Any] = {"lr": 3e-4, "epochs": 20}
 SHARES = (0.83, 0.67, 0.52)  # AHT-ViT's three configurations: -17 %, -33 %, -48 %
 
 STATIC, TRAINED_ON = "static", "static, trained on"
@@ -155,20 +154,25 @@ def _first(**change: Any) -> tuple[Run, Run]:
     return Run(STATIC, "static", change={"distill": 0.0} | change), Run(TRAINED_ON, "static", start=STATIC)
 
 
-_GOES_ON = (
-    f"static is fine-tuned from --weights without distillation, on CIFAR-100 at lr {STATIC_LR:g}. Every method, static "
-    "too (the row `static, trained on`, which differences are against), then goes on from it for as many epochs under "
-    "the same settings and is distilled from it. Cost is held by each method's own means; where settings do not fix "
-    "it, the share of static's MACs is met by calibration (a shift of the halting score) on up to 512 validation "
-    "images, held out of the training images. The test images are used for the report alone."
-)
-_ABLATED = _GOES_ON.replace("as many epochs", f"{ABLATION_EPOCHS} epochs") + " One thing differs between the rows."
+def _protocol(epochs: int, first: str = f"on CIFAR-100 for {FIRST['epochs']} epochs at lr {FIRST['lr']:g}") -> str:
+    """How the rows of a table were trained; `epochs` is how long they go on."""
+    return (
+        f"static is fine-tuned from --weights without distillation, {first}. Every method, static too (the row "
+        f"`static, trained on`, which differences are against), then goes on from it for {epochs} epochs under the "
+        "same settings and is distilled from it. Cost is held by each method's own means; where settings do not fix it, the "
+        "share of static's MACs is met by calibration (a shift of the halting score) on up to 512 validation images, "
+        "held out of the training images. The test images are used for the report alone."
+    )
+
+
+_GOES_ON = _protocol(CIFAR100["epochs"])
+_ABLATED = _protocol(ABLATION_EPOCHS) + " One thing differs between the rows."
 _CIFAR = "CIFAR-100 as an .npz or folder with train and test"
 
 
 def _cifar(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
     given = {"protocol": _GOES_ON, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
-    return Table(name, title, runs=(*_first(lr=STATIC_LR), *runs), **given)
+    return Table(name, title, runs=(*_first(**FIRST), *runs), **given)
 
 
 def _on(policy: str, share: float) -> tuple[Run, ...]:
@@ -277,9 +281,9 @@ def _ingredients() -> Table:
         "cifar100-ingredients",
         "CIFAR-100, DeiT-T: what each ingredient of AHT-ViT brings",
         runs,
-        protocol=_GOES_ON.replace("as many epochs", f"{ABLATION_EPOCHS} epochs")
-        + " `static, trained on` has twice as many. Rows of AHT-ViT add one ingredient after the other, up to `sharp "
-        "gates`; those after it change that one.",
+        protocol=_protocol(ABLATION_EPOCHS)
+        + f" `static, trained on` has {CIFAR100['epochs']}. Rows of AHT-ViT add one ingredient after the other, up to "
+        "`sharp gates`; those after it change that one.",
     )
 
 
@@ -319,7 +323,7 @@ def _digits() -> Table:
     return Table(
         "digits",
         "Handwritten digits: four methods at about half the work, on a CPU and without a file",
-        _GOES_ON.partition(" Cost is held")[0]
+        _protocol(DIGITS["epochs"], f"for {DIGITS['epochs']} epochs").partition(" Cost is held")[0]
         + " Nothing is calibrated afterwards. The test digits are used for the report alone.",
         (*_first(), *(Run(name, method, start=STATIC) for name, method in methods.items())),
         "digits",
@@ -332,7 +336,7 @@ def _ablation(name: str, what: str, variants: Mapping[str, str], share: float | 
     """Variants of AHT-ViT at -33 %: name -> settings."""
     short = {"epochs": ABLATION_EPOCHS}
     base = adding(AHT, "budget_share=0.67")
-    runs = [_first(lr=STATIC_LR)[0], Run(TRAINED_ON, "static", start=STATIC, change=short)]
+    runs = [_first(**FIRST)[0], Run(TRAINED_ON, "static", start=STATIC, change=short)]
     runs += [Run(k, adding(base, v), start=STATIC, change=short, share=share) for k, v in variants.items()]
     given: dict[str, Any] = {"protocol": _ABLATED, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON}
     given |= {"source": "left open by AHT-ViT"} | more
