@@ -51,6 +51,9 @@ class AHTSettings:
     attended by the class token and like another patch, -log(a sqrt(n d)), as in fold."""
     index: int = 0
     """Which element of the feature is read."""
+    relative: float = 0.0
+    """How much of the mean over the image's live patches is taken off the feature: 0 lets images differ in how many
+    tokens they keep, 1 leaves that to the plan and compares the tokens of an image with each other."""
     gamma: float = 1.0
     """Starting scale of the supervisor, shared by all layers."""
     beta: float = -3.0
@@ -100,6 +103,7 @@ class AHTSettings:
         require(self.tau > 0, "tau", "a number > 0", self.tau)
         require(self.index >= 0, "index", "an index >= 0", self.index)
         require(self.plan_weight >= 0, "plan_weight", "a number >= 0", self.plan_weight)
+        require(0 <= self.relative <= 1, "relative", "a share in 0..1", self.relative)
         require(self.planner_width > 0, "planner_width", "a number > 0", self.planner_width)
         require(self.spare >= 0, "spare", "a number of blocks >= 0", self.spare)
         ordered = len(self.sample) == 2 and 0 < self.sample[0] < self.sample[1] < 1

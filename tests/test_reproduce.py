@@ -195,13 +195,19 @@ def test_aht_stands_in_one_place() -> None:
 def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
     jobs = planned("cifar100-main")
     first = jobs["static"]
-    assert (first.training.weights, first.training.distill, first.epochs) == (None, 0.0, 10)
+    begun, more = tables.FIRST["epochs"], tables.CIFAR100["epochs"]
+    assert (first.training.weights, first.training.distill, first.epochs) == (None, 0.0, begun)
     for name, job in jobs.items():
         if name != "static":
             assert job.training.weights == first.model == str(Path(first.training.out) / "model")
-            assert (job.needs, job.training.distill, job.training.teacher, job.epochs) == (first.key, 1.0, None, 20)
+            assert (job.needs, job.training.distill, job.training.teacher, job.epochs) == (
+                first.key,
+                1.0,
+                None,
+                begun + more,
+            )
             assert job.training.lr == tables.CIFAR100["lr"] < first.training.lr == tables.FIRST["lr"]
-        for field in ("epochs", "batch_size", "augment", "weight_decay", "val_split", "label_smoothing"):
+        for field in ("batch_size", "augment", "weight_decay", "val_split", "label_smoothing"):
             assert getattr(job.training, field) == getattr(first.training, field)
     assert {job.seed for job in plan(ReproduceConfig(table="cifar100-main", dry_run=True))} == {0, 1, 2}
     assert [j.share for n, j in jobs.items() if n.startswith("AHT")] == [0.83, 0.67, 0.52]
@@ -241,7 +247,8 @@ def test_rows_and_what_they_start_from_can_be_chosen() -> None:
     chain = planned("cifar100-one-checkpoint", only=("one checkpoint -17 %",))
     assert list(chain) == ["static", "AHT-ViT, one checkpoint", "one checkpoint -17 %"]
     last = chain["one checkpoint -17 %"]
-    assert (last.trains, last.epochs, last.training.weights) == (False, 20, chain["AHT-ViT, one checkpoint"].model)
+    epochs = tables.FIRST["epochs"] + tables.CIFAR100["epochs"]
+    assert (last.trains, last.epochs, last.training.weights) == (False, epochs, chain["AHT-ViT, one checkpoint"].model)
 
 
 def test_weights_are_found_by_backbone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Shapes: B images, N slots, D width, L layers 1..L, S planner stages.
     halting      c += h;  N_k = first l with c >= T - eps        Sec. 3.3
     planner      N_target = 1 + (L - 1) sigmoid(MLP[token, context])   Sec. 3.2, at stages S = {3, 6, 9}
 
+With `relative` f is held against the mean of its image's live patches.
 In the paper the planners only enter the loss (objectives/target_depth.py). With plan_weight > 0 they act:
 h = sigmoid(gamma f + beta + plan_weight (l - N_plan)), or (mean of the image's plans - N_plan) with plan_against=image.
 With straight_through the key weights stay 0/1 but pass the slope of a soft step back to the scores, so that the task
@@ -16,6 +17,7 @@ logit in training, so that one model learns every budget.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -42,6 +44,12 @@ if TYPE_CHECKING:
 def normalised(rows: Tensor) -> Tensor:
     """LayerNorm without parameters, in float32."""
     return F.layer_norm(rows.float(), rows.shape[-1:])
+
+
+def _mean_of(values: Tensor, where: Tensor) -> Tensor:
+    """[B, N], [B, N] bool -> [B, 1] the mean of an image's values there."""
+    there = where.float()
+    return torch.where(where, values, 0.0).sum(-1, keepdim=True) / there.sum(-1, keepdim=True).clamp_min(1.0)
 
 
 class Planner(nn.Module):
@@ -182,6 +190,8 @@ class AHT(Policy):
             return torch.zeros_like(spent), None
         gamma, beta = (p if p.ndim == 0 else p[number] for p in (self.gamma.float(), self.beta.float()))
         feature = self._feature(view)
+        if settings.relative > 0:
+            feature = feature - settings.relative * _mean_of(feature, view.patches)
         if "features" in view.asked:
             state.features.append(feature)
         logit = gamma * feature + beta
@@ -198,8 +208,7 @@ class AHT(Policy):
         """The depth at which a plan says neither stay nor leave: this layer, or the mean of the image [B, 1]."""
         if self.settings.plan_against == "layer":
             return view.layer + 1
-        there = view.patches.float()
-        return (plan * there).sum(-1, keepdim=True) / there.sum(-1, keepdim=True).clamp_min(1.0)
+        return _mean_of(plan, view.patches)
 
     def _feature(self, view: View) -> Tensor:
         """[B, N] what the supervisor reads."""
@@ -242,6 +251,13 @@ class AHT(Policy):
         model.eval()
 
         offset = torch.zeros_like(self.beta)  # of each layer from what is found below
+        there = share is not None and self.settings.start == "budget"
+        goal = share if there and share else self.shape.layers - 1.0
+
+        def above(goal: float, by_depth: bool) -> bool:
+            out = model(images)
+            cost = out.trace.mean_depth if by_depth else out.macs_deployed / model.static_macs(out)
+            return float(cost.mean()) > goal
 
         def found(goal: float, by_depth: bool) -> float:
             """The beta that comes nearest."""
@@ -250,22 +266,19 @@ class AHT(Policy):
             for _ in range(18):
                 middle = (low + high) / 2
                 self.beta.copy_(offset + middle)
-                out = model(images)
-                cost = out.trace.mean_depth if by_depth else out.macs_deployed / model.static_macs(out)
-                low, high = (middle, high) if float(cost.mean()) > goal else (low, middle)
+                low, high = (middle, high) if above(goal, by_depth) else (low, middle)
             return (low + high) / 2
 
-        def aim() -> float:
-            there = share is not None and self.settings.start == "budget"
-            return found(share, by_depth=False) if there and share else found(self.shape.layers - 1.0, by_depth=True)
-
-        if self.settings.gate == "layer":  # the same spread around the same mean for every layer's gamma f + beta
+        if self.settings.gate == "layer":  # first the same share of the patches stays in every layer
             self.beta.fill_(-1e4)
-            for again in range(3):
-                self._even(model(images, ask={"features"}).trace, offset)
-                if again < 2:
-                    self.beta.copy_(offset + aim())
-        beta = aim()
+            fewest, most = 0.0, 1.0
+            for _ in range(12):
+                keep = (fewest + most) / 2
+                for _ in range(3):  # who leaves a layer changes what the next ones see
+                    self._keeping(keep, model(images, ask={"features"}).trace, offset)
+                    self.beta.copy_(offset)
+                fewest, most = (fewest, keep) if above(goal, not there) else (keep, most)
+        beta = found(goal, by_depth=not there)
         edges = [found(edge, by_depth=False) for edge in self.settings.sample]
         self.beta.copy_(offset + beta)
         if edges:
@@ -274,15 +287,18 @@ class AHT(Policy):
         model.train(training)
         return f"beta = {beta:.3f} for a starting mean depth of {depth:.2f} of {self.shape.layers}"
 
-    def _even(self, trace: Trace, offset: Tensor) -> None:
-        """Set gamma, and the offset of beta, of each layer so that gamma f + offset has mean 0 over the patches that
-        enter it, and the deviation that the setting gamma asks for."""
-        prefix = self.shape.prefix
-        for block, values in enumerate(trace.facts["features"], start=self.settings.spare):
+    def _keeping(self, keep: float, trace: Trace, offset: Tensor) -> None:
+        """Set gamma, and the offset of beta, of each layer so that a share `keep` of the patches that enter it stays
+        (all images taken together), and gamma f has the deviation that the setting gamma asks for."""
+        prefix, settings = self.shape.prefix, self.settings
+        enough = math.log((settings.threshold - settings.eps) / max(1 - settings.threshold + settings.eps, 1e-3))
+        for block, values in enumerate(trace.facts["features"], start=settings.spare):
             feature = values[:, prefix:][trace.attended[block, :, prefix:]]
             if feature.numel() > 1:
-                self.gamma[block] = self.settings.gamma / feature.std().clamp_min(1e-3)
-                offset[block] = -self.gamma[block] * feature.mean() - self._planned(block + 1)
+                self.gamma[block] = settings.gamma / feature.std().clamp_min(1e-3)
+                last = min(max(int(keep * feature.numel()), 1), feature.numel() - 1)
+                edge = feature.sort().values[last - 1 : last + 1].mean()  # between two: neither is at the gate's edge
+                offset[block] = enough - self.gamma[block] * edge - self._planned(block + 1)
 
     def _planned(self, layer: int) -> float:
         """What fresh planners, which all plan the middle of their range, add to the logit of a layer (1-based)."""

@@ -159,9 +159,9 @@ def _protocol(epochs: int, first: str = f"on CIFAR-100 for {FIRST['epochs']} epo
     return (
         f"static is fine-tuned from --weights without distillation, {first}. Every method, static too (the row "
         f"`static, trained on`, which differences are against), then goes on from it for {epochs} epochs under the "
-        "same settings and is distilled from it. Cost is held by each method's own means; where settings do not fix it, the "
-        "share of static's MACs is met by calibration (a shift of the halting score) on up to 512 validation images, "
-        "held out of the training images. The test images are used for the report alone."
+        "same settings and is distilled from it. Cost is held by each method's own means; where settings do not fix "
+        "it, the share of static's MACs is met by calibration (a shift of the halting score) on up to 512 validation "
+        "images, held out of the training images. The test images are used for the report alone."
     )
 
 
@@ -242,8 +242,8 @@ def _one_checkpoint() -> Table:
 
 def _ingredients() -> Table:
     """From the paper's form to ours, one ingredient after the other; then what else was thought of, and peers."""
-    budget, still = "aht:budget", "aht:fold,straight_through=false,budget=0"
-    firm = "aht:fold,budget=100,target_depth=0"
+    budget, image = "aht:budget", "aht:fold,relative=1"
+    plan = f"{image},target_depth=0,plan_weight=8"
     steps = {
         "the paper's": "aht:balanced",
         "straight-through": budget,
@@ -253,16 +253,16 @@ def _ingredients() -> Table:
         "decides inside the block": f"{budget},feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4",
         "starts at the budget": "aht:fold,gamma=4,slope=score,tau=0.25",
         "sharp gates": "aht:fold",
-        "gates that do not learn": f"{still},target_depth=0",
-        "no target depth": "aht:fold,target_depth=0",
-        "firm budget": f"{firm}",
-        "the plan acts": f"{firm},plan_weight=8",
-        "the plan acts and learns 3 times as fast": f"{firm},plan_weight=8",
-        "the plan acts and learns 10 times as fast": f"{firm},plan_weight=8",
-        "the plan acts against its image and learns 3 times as fast": f"{firm},plan_weight=8,plan_against=image",
-        "the plan acts, sees the class token and learns 3 times as fast": f"{firm},plan_weight=8,planner_context=class",
-        "the plan acts, with target depth": f"{firm},plan_weight=8,target_depth=0.01",
-        "sampled budgets": "aht:fold,sample=0.45+0.95,budget_share=0.7",
+        "against its image": image,
+        "gates that do not learn": f"{image},straight_through=false,budget=0,target_depth=0",
+        "no target depth": f"{image},target_depth=0",
+        "the plan acts": plan,
+        "the plan acts and learns 3 times as fast": plan,
+        "the plan acts and learns 10 times as fast": plan,
+        "the plan acts with a firm budget and learns 3 times as fast": f"{plan},budget=100",
+        "the plan acts, sees the class token and learns 3 times as fast": f"{plan},planner_context=class",
+        "the plan acts, with target depth": f"{plan},target_depth=0.01",
+        "sampled budgets": f"{image},sample=0.45+0.95,budget_share=0.7",
     }
     runs: list[Run] = []
     for share in (0.67, 0.52):
@@ -270,10 +270,8 @@ def _ingredients() -> Table:
         for name, method in steps.items():
             aimed = method if "budget_share" in method else adding(method, f"budget_share={share}")
             times = int(found.group(1)) if (found := re.search(r"(\d+) times", name)) else 1
-            change = more["change"] | {
-                "lr": times * CIFAR100["lr"],
-                "backbone_lr": 1 / times,
-            }  # faster than the backbone
+            # faster than the backbone
+            change = more["change"] | {"lr": times * CIFAR100["lr"], "backbone_lr": 1 / times}
             runs.append(Run(f"AHT-ViT, {name}, {saving(share)}", aimed, start=STATIC, share=share, change=change))
         for policy in ("fold", "tome", "evit"):
             runs += run_at(policy, share, **more)
@@ -283,7 +281,7 @@ def _ingredients() -> Table:
         runs,
         protocol=_protocol(ABLATION_EPOCHS)
         + f" `static, trained on` has {CIFAR100['epochs']}. Rows of AHT-ViT add one ingredient after the other, up to "
-        "`sharp gates`; those after it change that one.",
+        "`against its image`; those after it change that one.",
     )
 
 
