@@ -12,7 +12,7 @@ from typing import Any
 from .run import Run, Table
 
 # AHT-ViT in every table here: change it in this line, or in the recipe that it names.
-AHT = "aht:budget"
+AHT = "aht:fold,relative=1"
 # The checkpoint that serves every budget: in training each image draws its own between these shares, and their mean is
 # held in the middle.
 AHT_SAMPLED = f"{AHT},sample=0.45+0.95,budget_share=0.7"
