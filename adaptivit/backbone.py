@@ -5,6 +5,7 @@ Shapes: B images, N slots, D width, H heads, d head width, F hidden width of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,30 +156,75 @@ def look(layout: Layout, taps: Taps, q: Tensor, k: Tensor) -> None:
             taps.give("similarity", layout.similarity(k))
 
 
-def attention(block: Any, layout: Layout, taps: Taps) -> None:
+def attention(block: Any, layout: Layout, taps: Taps, parts: Parts | None = None) -> None:
     """The first residual branch on the layout's rows [R, D]."""
-    attn = block.attn
-    y = block.norm1(layout.rows)
-    q, k, v = _qkv(attn, y)
+    attn, parts = block.attn, parts or PLAIN
+    y, q, k, v = parts.enter(block, layout.rows)
     look(layout, taps, q, k)
     out = layout.attend(q, k, v, attn.attn_drop.p if attn.training else 0.0)
     if "ghost" in taps.wanted:
         taps.give("ghost", ghost(block, layout, k, v))
-    delta = block.ls1(_project(attn, out, y))
-    layout.add(_drop_path(block.drop_path1, delta, layout))
+    kept = _kept(block.drop_path1, layout)
+    layout.put(parts.leave(block, layout.rows, out, y, kept, layout.partakers()))
 
 
-def mlp(block: Any, layout: Layout, taps: Taps) -> None:
+def mlp(block: Any, layout: Layout, taps: Taps, parts: Parts | None = None) -> None:
     """The second residual branch."""
+    kept, read = _kept(block.drop_path2, layout), tuple(name in taps.wanted for name in ("fc1", "gelu"))
+    rows, *found = (parts or PLAIN).feed(block, layout.rows, kept, layout.partakers(), taps.index, *read)
+    for name, element in zip(("fc1", "gelu"), found, strict=True):
+        if element is not None:
+            taps.give(name, layout.grid(element))
+    layout.put(rows)
+
+
+def enter(block: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[R, D] -> what attention reads: the rows after their norm, queries, keys and values."""
+    y = block.norm1(rows)
+    return y, *_qkv(block.attn, y)
+
+
+def leave(block: Any, rows: Tensor, out: Tensor, y: Tensor, kept: Tensor | None, partakers: Tensor | None) -> Tensor:
+    """What attention found [R, H, d], projected and added to the rows."""
+    return added(rows, block.ls1(_project(block.attn, out, y)), kept, partakers)
+
+
+def feed(
+    block: Any,
+    rows: Tensor,
+    kept: Tensor | None,
+    partakers: Tensor | None,
+    index: int = 0,
+    before: bool = False,
+    after: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The MLP added to the rows, and one element of its hidden layer [R] before and after the activation, if wanted."""
     ffn = block.mlp
-    hidden = ffn.fc1(block.norm2(layout.rows))
-    if "fc1" in taps.wanted:
-        taps.give("fc1", layout.grid(hidden[..., taps.index].float()))
-    hidden = ffn.act(hidden)
-    if "gelu" in taps.wanted:
-        taps.give("gelu", layout.grid(hidden[..., taps.index].float()))
-    out = ffn.drop2(ffn.fc2(ffn.norm(ffn.drop1(hidden))))
-    layout.add(_drop_path(block.drop_path2, block.ls2(out), layout))
+    hidden = ffn.fc1(block.norm2(rows))
+    active = ffn.act(hidden)
+    early = hidden[..., index].float() if before else None
+    late = active[..., index].float() if after else None
+    out = ffn.drop2(ffn.fc2(ffn.norm(ffn.drop1(active))))
+    return added(rows, block.ls2(out), kept, partakers), early, late
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a block computes on rows alone, between what the layout and the policy do: as it stands here, or compiled
+    (regional.py)."""
+
+    enter: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = enter
+    leave: Callable[..., Tensor] = leave
+    feed: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = feed
+
+
+PLAIN = Parts()
+
+
+def added(rows: Tensor, delta: Tensor, kept: Tensor | None, partakers: Tensor | None) -> Tensor:
+    """[R, D] the rows with what a branch adds to those that take part."""
+    moved = rows + (delta if kept is None else delta * kept[..., None].to(delta.dtype))
+    return moved if partakers is None else torch.where(partakers[..., None], moved, rows)
 
 
 def _qkv(attn: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,12 +250,11 @@ def ghost(block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
     return after_attention + block.ls2(ffn.fc2(ffn.norm(ffn.act(ffn.fc1(zero)))))
 
 
-def _drop_path(module: nn.Module, delta: Tensor, layout: Layout) -> Tensor:
-    """Stochastic depth drops the branch for a whole image, however its rows are stored."""
+def _kept(module: nn.Module, layout: Layout) -> Tensor | None:
+    """[R] what stochastic depth multiplies a branch with: it drops it for a whole image, however its rows are stored;
+    None without it."""
     if not isinstance(module, DropPath) or not module.training or module.drop_prob == 0.0:
-        return delta
+        return None
     keep = 1.0 - module.drop_prob
-    kept = draw(layout.batch, lambda n: torch.empty(n, device=delta.device, dtype=delta.dtype).bernoulli_(keep))
-    if module.scale_by_keep:
-        kept = kept / keep
-    return delta * layout.expand(kept)[..., None]
+    kept = draw(layout.batch, lambda n: torch.empty(n, device=layout.live.device).bernoulli_(keep))
+    return layout.expand(kept / keep if module.scale_by_keep else kept)

@@ -93,8 +93,9 @@ class TrainConfig:
     """Decay of an exponential moving average of the weights, e.g. 0.999; 0 for none. The average is what is saved."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast on a GPU and fp32 on a CPU by default."""
-    compile: bool = False
-    """torch.compile the forward pass of training; the first step waits for the compiler."""
+    compile: Literal["no", "blocks", "whole"] = "no"
+    """torch.compile for training: what blocks compute, ready in seconds, or forward pass and losses as one graph, which
+    is faster and takes a minute or more, anew for every change of the method."""
     accumulate: int = 1
     """Take every batch in so many parts, one after the other, to fit it into memory; the step is that of the batch."""
     checkpoint_activations: bool = False

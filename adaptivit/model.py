@@ -12,7 +12,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone, dial, fused, layouts, lean, policies, recompute
+from . import backbone, dial, fused, layouts, lean, policies, recompute, regional
 from . import budget as budgets
 from .backbone import Shape, inspect
 from .budget import Budget, Calibration
@@ -38,6 +38,7 @@ class AdaptiveViT(nn.Module):
         self.backbone_name = name  # the timm name, where there is one
         self.policy = policies.build(policy, self.shape, settings)
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
+        self.regional = False  # the blocks of training, and of a teacher, are compiled (--compile blocks)
         self.recompute = False  # in training: blocks are computed again in the backward pass instead of kept
         self.class_names: list[str] | None = None
         self.calibration: Calibration | None = None  # what each position of the policy's dial costs
@@ -87,6 +88,8 @@ class AdaptiveViT(nn.Module):
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
         blocks: Any = fused if choice.fused else backbone
+        if blocks is backbone and self.regional and (self.training or not choice.type.compact):
+            blocks = regional
         if self.recompute and self.training and torch.is_grad_enabled():
             blocks = recompute
         if blocks is backbone and choice.type.compact and not self.training:

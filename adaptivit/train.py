@@ -153,9 +153,9 @@ def _divisible(config: TrainConfig, processes: int) -> None:
         )
     if config.fsdp and processes == 1:
         raise UserError("fsdp: expected several processes to share the weights, got one; start it with torchrun.")
-    if config.fsdp and config.compile:
+    if config.fsdp and config.compile != "no":
         raise UserError("fsdp: cannot be combined with --compile yet; leave one of them out.")
-    if config.checkpoint_activations and config.compile:
+    if config.checkpoint_activations and config.compile != "no":
         raise UserError("checkpoint_activations: cannot be combined with --compile, which chooses itself what to keep.")
 
 
@@ -213,11 +213,14 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     average = Average(model, config.ema) if config.ema else None
     trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
     trainer.copy = whole
-    if config.compile:  # training alone: validation runs `model`, whose compact layouts have other shapes every time
+    if config.compile == "blocks":
+        for one in filter(None, (model, teacher)):
+            one.regional = True
+    if config.compile == "whole":  # training alone: validation has other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
         trainer.judge = compiled(judged, mode="reduce-overhead" if graphs else None)
-        if accelerator.num_processes > 1:  # DDP splits the graph, and torch warns of what its own compiler looks at
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    if config.compile != "no":  # in the middle of a pass, torch warns of what its own compiler looks at
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer
 
 

@@ -192,7 +192,7 @@ if __name__ == "__main__":
     parser.add_argument("--random-erasing", type=float, default=0.25)
     parser.add_argument("--ways", nargs="+", default=["device"], choices=["device", "cpu"])
     parser.add_argument("--workers", type=int, default=0, help="processes of the way `cpu`")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", default="no", choices=["no", "blocks", "whole"])
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="a turn")

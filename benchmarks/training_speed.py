@@ -33,6 +33,7 @@ from adaptivit.ops import weighted_kernels
 from adaptivit.recipes import get
 from adaptivit.train import Trainer, _accelerator, _trainer, objective
 
+KINDS: dict[str, Any] = {"compiled": "whole", "blocks": "blocks", "eager": "no"}
 PER_EPOCH = 1000  # steps, for the learning rate alone
 
 
@@ -88,16 +89,16 @@ class Contender:
             self.peak = torch.cuda.max_memory_allocated() - before
 
 
-def configuration(method: str, compiled: bool, options: argparse.Namespace) -> TrainConfig:
+def configuration(method: str, kind: str, options: argparse.Namespace) -> TrainConfig:
     """The recipe aht-budget without its teacher, and the same without adaptivity for static."""
-    config = replace(get("aht-budget"), distill=0.0, compile=compiled, precision="bf16", device=options.device)
+    config = replace(get("aht-budget"), distill=0.0, compile=KINDS[kind], precision="bf16", device=options.device)
     if method == "static":
         config = replace(config, policy="static", target_depth=0.0, budget=0.0)
     return config
 
 
-def build(method: str, compiled: bool, batches: list[Loaded], options: argparse.Namespace) -> Contender:
-    config = configuration(method, compiled, options)
+def build(method: str, kind: str, batches: list[Loaded], options: argparse.Namespace) -> Contender:
+    config = configuration(method, kind, options)
     policy, given = settings.parse(config.policy)
     torch.manual_seed(0)
     accelerator = _accelerator(config)
@@ -106,6 +107,7 @@ def build(method: str, compiled: bool, batches: list[Loaded], options: argparse.
     trainer = _trainer(config, model, accelerator, options.classes)
     if "teacher" in method:
         teacher = adaptivit.create(options.backbone, "static", num_classes=options.classes).to(accelerator.device)
+        teacher.regional = config.compile == "blocks"
         trainer.teacher = teacher.requires_grad_(False).eval()
         trainer.objective = objective(replace(config, distill=1.0))
     return Contender(trainer, batches)
@@ -130,7 +132,7 @@ def measure(batch: int, options: argparse.Namespace) -> None:
     for kind in options.kinds:
         for method in methods:
             before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            contender = build(method, kind == "compiled", batches, options)
+            contender = build(method, kind, batches, options)
             contender.prepare(options.warm_up, before)
             contenders[method, kind] = contender
             print(f"  {method}, {kind}: warm-up {contender.warm_up:.1f} s, {contender.compiled} graphs", flush=True)
@@ -195,7 +197,7 @@ if __name__ == "__main__":
     parser.add_argument("--backbone", default="deit_small_patch16_224")
     parser.add_argument("--batch", nargs="+", type=int, default=[128, 256])
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", default=["compiled", "eager"], choices=["compiled", "eager"])
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--teacher", action="store_true", help="AHT-ViT with distillation as well")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="a turn")

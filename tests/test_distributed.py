@@ -200,7 +200,7 @@ def test_two_processes_under_compile(tmp_path: Path, where: Path, monkeypatch: p
     words = (*PLAIN, "--policy", "static", "--drop-path", 0.3, "--lr", 1e-4)
     assert train(where, tmp_path / "one", *words) == 0
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    pair(where, tmp_path / "two", *words, "--compile")
+    pair(where, tmp_path / "two", *words, "--compile", "whole")
     assert_same_curve(tmp_path / "one", tmp_path / "two", 1e-3)
 
 
@@ -272,7 +272,10 @@ def test_sharding_is_really_sharding(tmp_path: Path, where: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(("--fsdp",), "start it with torchrun"), (("--checkpoint-activations", "--compile"), "cannot be combined")],
+    [
+        (("--fsdp",), "start it with torchrun"),
+        (("--checkpoint-activations", "--compile", "whole"), "cannot be combined"),
+    ],
 )
 def test_what_cannot_be_is_said_before_anything_is_written(
     tmp_path: Path, where: Path, capsys: Any, more: tuple[Any, ...], said: str

@@ -9,6 +9,7 @@ import torch
 from conftest import assert_close, choice, merging
 from torch import Tensor
 
+from adaptivit.backbone import added
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice, Plan
@@ -50,13 +51,18 @@ def to_rows(layout: Layout, grid: Tensor) -> Tensor:
     return grid.flatten(0, 1)[layout.cells]  # type: ignore[attr-defined]
 
 
+def add(layout: Layout, delta: Tensor) -> None:
+    """What a block adds, [B, N, D]."""
+    layout.put(added(layout.rows, to_rows(layout, delta), None, layout.partakers()))
+
+
 @every
 def test_drop_freezes_and_hides(make: type[Layout]) -> None:
     x, leaving = noise(B, N, D), some(make, 1)
     layout = make(x, N)
     layout.carry_out(Drop(leaving), "after")
     delta = noise(B, N, D, seed=2)
-    layout.add(to_rows(layout, delta))
+    add(layout, delta)
     for b in range(B):
         for i in range(N):
             assert torch.equal(layout.leading()[b, i], x[b, i] if leaving[b, i] else x[b, i] + delta[b, i])
@@ -79,7 +85,7 @@ def test_sit_out_and_come_back(make: type[Layout], gated: bool) -> None:
     assert torch.equal(layout.here, ~left & ~sitting)
     deltas = noise(2, B, N, D, seed=4)
     for delta in deltas:
-        layout.add(to_rows(layout, delta))
+        add(layout, delta)
     layout.come_back()
     for b in range(B):
         for i in range(N):
@@ -270,7 +276,7 @@ def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
         layout, other = make(x, read), make(x, N)
         for one in (layout, other):
             one.carry_out(Drop(left), "after")
-            one.add(to_rows(one, noise(B, N, D, seed=2)))
+            add(one, noise(B, N, D, seed=2))
             one.carry_out(merge, "between")
             one.carry_out(Drop(last, zeroed=True), "after")
         assert torch.equal(layout.leading(), other.leading()[:, :read])

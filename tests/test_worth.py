@@ -58,17 +58,41 @@ def backbone_rows(vit: Any, images: torch.Tensor) -> torch.Tensor:
     return vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
 
 
-def test_training_starts_at_the_budget() -> None:
+@pytest.mark.parametrize("gamma", [3.0, 30.0])
+def test_training_starts_at_the_budget(gamma: float) -> None:
     images = pictures(8)
-    model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH)
+    model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH | {"gamma": gamma})
     said = model.policy.calibrate(model, images, 0.7)
     assert said is not None
     out = model(images)
     assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.7, abs=0.03)
     assert model.policy.beta.shape == model.policy.gamma.shape == (6,)
-    left = out.trace.live[:, :].float().mean(1)
-    shares = left[2:] / left[1:-1]
+    left = out.trace.updated[:, :, 1:].float().sum((1, 2))[:-1]  # nobody is asked in the last block
+    shares = left[1:] / left[:-1]
     assert shares.min() > 0.35  # a share of the patches leaves in every layer, not all of them in one
+    if gamma == 30.0:  # the same share, where gates are so sharp that scores do not add up over layers
+        assert shares.max() - shares.min() < 0.1
+        assert shares.max() < 0.95
+
+
+@pytest.mark.parametrize("relative", [0.0, 0.4, 1.0])
+def test_relative_evidence_takes_off_the_mean_of_an_image(relative: float) -> None:
+    """What the supervisor reads, against a loop over images."""
+    images = pictures(6)
+    plain, model = (
+        tiny("aht", more={"depth": 4}, spare=1, relative=share, **WORTH | {"beta": 0.5}) for share in (0.0, relative)
+    )
+    features = plain(images, ask={"features"}).trace.facts["features"][0]  # before anybody has left
+    read = model(images, ask={"features"}).trace.facts["features"][0]
+    for image, other in zip(features, read, strict=True):
+        assert_close(other, image - relative * image[1:].mean(), 1e-5)
+    spread = read[:, 1:].mean(1).std() / features[:, 1:].mean(1).std()
+    assert float(spread) == pytest.approx(1 - relative, abs=1e-4)
+
+
+def test_relative_must_be_a_share() -> None:
+    with pytest.raises(UserError, match=r"relative: expected a share in 0\.\.1"):
+        tiny("aht", relative=1.5)
 
 
 def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:

@@ -141,9 +141,9 @@ class Layout(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """[R, H, d] x 3 -> [R, H, d]: weighted attention inside each image."""
 
-    @abstractmethod
-    def add(self, delta: Tensor) -> None:
-        """[R, D]: rows += delta, for those that take part."""
+    def partakers(self) -> Tensor | None:
+        """[R] bool: the rows that a block changes; None: all of them."""
+        return None
 
     @abstractmethod
     def expand(self, values: Tensor) -> Tensor:

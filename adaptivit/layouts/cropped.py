@@ -81,9 +81,6 @@ class Cropped(Layout):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return attention.fused(q, k, v, bias, dropout=dropout).transpose(1, 2)
 
-    def add(self, delta: Tensor) -> None:
-        self.rows = self.rows + delta
-
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.places.shape[1], *values.shape[1:])
 

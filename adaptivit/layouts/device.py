@@ -125,9 +125,6 @@ class PackedOnDevice(Layout):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         return ragged.attend(q, k, v, self.offsets, self.longest, self._row_weight())
 
-    def add(self, delta: Tensor) -> None:
-        self.put(self.rows + delta)
-
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
 

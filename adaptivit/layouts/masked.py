@@ -87,10 +87,8 @@ class Masked(Layout):
         weight = taught if self._before is None else taught * ~self._before[1].sitting
         return weight if self.size is None else weight * self.size
 
-    def add(self, delta: Tensor) -> None:
-        moved = self.rows + delta
-        whole = self._whole and self._before is None
-        self.rows = moved if whole else torch.where(self.here[..., None], moved, self.rows)
+    def partakers(self) -> Tensor | None:
+        return None if self._whole and self._before is None else self.here
 
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.slots, *values.shape[1:])

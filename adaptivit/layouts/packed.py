@@ -138,9 +138,6 @@ class Packed(Layout):
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def add(self, delta: Tensor) -> None:
-        self.rows = self.rows + delta
-
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
 

@@ -370,7 +370,9 @@ OURS: tuple[Table, ...] = (
     _ablation(
         "feature",
         "what the supervisor reads",
-        _values("feature", ("fc1", "gelu", "residual", "received", "class_row")),
+        _values("feature", ("worth", "class_row", "received"))
+        # known only when the block is over
+        | {f"feature {name}": f"feature={name},decide=after" for name in ("fc1", "gelu", "residual")},
     ),
     _ablation("mass", "how P_actual is made of the scores", _values("mass", ("act", "hazard", "crossing"))),
     _ablation(
