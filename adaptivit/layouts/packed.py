@@ -39,10 +39,10 @@ class Packed(Layout):
         Many images are put in the order of their length: those of equal length are then neighbours, and attention
         takes them at once. Of few, hardly any two are equally long.
         """
-        if self.batch <= FEW:
-            index = stay.flatten()[self.cells].nonzero()[:, 0]
-            self.rows, self.cells = self.rows[index], self.cells[index]
-            self.lengths = stay.sum(-1).tolist()
+        if self.batch <= FEW:  # in as few calls as can be: one image is mostly calls
+            index = stay.flatten().index_select(0, self.cells).nonzero()[:, 0]
+            self.rows, self.cells = self.rows.index_select(0, index), self.cells.index_select(0, index)
+            self.lengths = [len(index)] if self.batch == 1 else stay.sum(-1).tolist()
             return index
         lengths = stay.sum(-1)
         order = lengths.argsort(stable=True)
@@ -56,18 +56,16 @@ class Packed(Layout):
         return index
 
     def drop(self, decision: Drop) -> None:
-        leaving = decision.leaving & self.live
-        if not leaving.any():
-            return
-        stay = self.live & ~leaving
-        self._park(leaving, decision.zeroed)
+        stay = self.live & ~decision.leaving
+        self._park(stay, decision.zeroed)
         self._select(stay)  # a Drop's own weight is 0 or 1: the same as being here or not
         self.live = self.here = stay
 
-    def _park(self, leaving: Tensor, zeroed: bool) -> None:
+    def _park(self, stay: Tensor, zeroed: bool) -> None:
         """Remember the last value of tokens that leave and that the head will read."""
         if self.prefix_stays and self.read < self.slots:
             return
+        leaving = self.live & ~stay
         if leaving[:, : self.read].any():
             index = leaving.flatten()[self.cells].nonzero()[:, 0]
             last = torch.zeros_like(self.rows[index]) if zeroed else self.rows[index]
@@ -99,7 +97,7 @@ class Packed(Layout):
         target = place[torch.where(into < 0, self.cells, self.cells // slots * slots + into)]
         moved = widened(self.rows) * (scale * (into >= 0))[:, None]
         stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
-        self._park(self.live & ~stay, zeroed=False)
+        self._park(stay, zeroed=False)
         self.rows = torch.zeros_like(moved).index_add(0, target, moved).to(self.rows.dtype)
         self._select(stay)
         self.live = self.here = stay
