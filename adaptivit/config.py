@@ -95,7 +95,7 @@ class TrainConfig:
     """bf16 autocast on a GPU and fp32 on a CPU by default."""
     compile: Literal["no", "blocks", "whole"] = "no"
     """torch.compile for training: what blocks compute, ready in seconds, or forward pass and losses as one graph, which
-    is faster and takes a minute or more, anew for every change of the method."""
+    takes a minute or more, anew for every change of the method."""
     accumulate: int = 1
     """Take every batch in so many parts, one after the other, to fit it into memory; the step is that of the batch."""
     checkpoint_activations: bool = False
