@@ -2,7 +2,8 @@
 
 The papers write "GFLOPs" for what are GMACs: static DeiT-T/S/B at 224 px have 1.254 / 4.599 / 17.564. We say GMACs.
 Like them and like torch's FlopCounterMode we count matrix products and convolutions, not element-wise work. The
-count is what a compact layout runs; `masked` runs every row and only pretends.
+count is what a compact layout runs, but for the last MLP, through which it need not take tokens that nobody reads
+(Output.macs_ran); `masked` runs every row and only pretends.
 """
 
 from __future__ import annotations
@@ -64,7 +65,12 @@ class CostModel:
         shape = self.shape
         projections = shape.dim * shape.attention_dim * (5 if shape.gated else 4)
         attention = attended * projections + 2 * attended * attended * shape.attention_dim
-        return attention + updated * (2 * shape.dim * shape.hidden)
+        return attention + updated * self.mlp
+
+    @property
+    def mlp(self) -> float:
+        """MACs of a token in an MLP."""
+        return 2.0 * self.shape.dim * self.shape.hidden
 
     @property
     def static(self) -> float:

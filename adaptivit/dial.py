@@ -226,5 +226,6 @@ def joined(several: Sequence[Turn], outputs: Sequence[Output]) -> Output:
         layout=first.layout,
         tokens=rows([o.tokens for o in outputs]),
         patches=rows([o.patches for o in outputs]),
+        read_alone=first.read_alone,
         counted={part: rows([o.parts[part] for o in outputs]) for part in first.parts},
     )

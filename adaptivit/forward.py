@@ -71,6 +71,9 @@ def forward(
         run.updated.append(layout.here)
         if run.cap is not None:
             run.cap.at_mlp(layout.here)
+        if view.last and not (ask or getattr(blocks, "whole_end", False)) and read_alone(policy, shape, layout):
+            layout = run.layout = layout.only_read()
+            run.read_alone = True
         blocks.mlp(block, layout, taps)
         view.found.update(taps.found or {})
 
@@ -103,11 +106,18 @@ def forward(
         trace=trace,
         spent=tuple(run.spent),
         pooled=run.pooled,
+        read_alone=run.read_alone,
         costs=run.costs,
         layout=layout.name,
         tokens=tokens if "tokens" in ask else None,
         patches=vit.norm(tokens)[:, shape.prefix :] if tokens is not None and "patches" in ask else None,
     )
+
+
+def read_alone(policy: Policy, shape: Shape, layout: Layout) -> bool:
+    """Whether nobody hears of the patches after the last attention: neither the head nor the policy reads them."""
+    quiet = policy.quiet_end and policy.prefix_stays and shape.read < shape.tokens
+    return quiet and layout.compact and layout.here is layout.live
 
 
 @dataclass
@@ -122,6 +132,7 @@ class _Run:
     steps: list[Step] = field(default_factory=list)
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
+    read_alone: bool = False  # in the last MLP
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]

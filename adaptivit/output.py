@@ -25,6 +25,7 @@ class Output:
     patches: Tensor | None = None  # [B, N - prefix, D] the patches among them after the final norm, when asked for
     spent: tuple[Spent, ...] = ()  # what `parts` adds up
     pooled: int | None = None  # tokens that a pooling head read, where it read fewer than there are slots
+    read_alone: bool = False  # the last MLP took the tokens that the head reads and nobody else
     counted: dict[str, Tensor] | None = None  # `parts`, where several passes were joined and each has counted its own
 
     @cached_property
@@ -44,8 +45,16 @@ class Output:
 
     @property
     def macs(self) -> Tensor:
-        """[B] multiply-accumulates that ran for this image, planners, routers and evidence included."""
+        """[B] multiply-accumulates of this image, planners, routers and evidence included, on whatever layout."""
         return sum(self.parts.values(), start=self.parts["blocks"] * 0)
+
+    @property
+    def macs_ran(self) -> Tensor:
+        """[B] `macs` without the patches in the last MLP, where nobody read them and a compact layout left them out."""
+        if not self.read_alone:
+            return self.macs
+        unread = self.trace.live_mlp[-1].double() - self.costs.shape.read
+        return self.macs - unread * self.costs.mlp
 
     @property
     def macs_blocks(self) -> Tensor:

@@ -171,6 +171,9 @@ class PackedOnDevice(Layout):
             return now
         return torch.where(self.live[:, : self.read, None], now, self._parked.to(now.dtype))
 
+    def only_read(self) -> Layout:
+        return self._named(GatheredOnDevice(self.leading().contiguous(), self.read))
+
     def _first(self, held: Tensor, index: Tensor | None, place: Tensor) -> Tensor:
         """[B, read, D] the first slots' rows; anything for those that have none."""
         if not len(held if index is None else index):

@@ -184,6 +184,11 @@ class Packed(Layout):
         return Cosines(parts, self.here)
 
     def leading(self) -> Tensor:
+        if self.prefix_stays and self.read < self.slots and self.batch <= FEW and self._aside is None:
+            if self.batch == 1:
+                return self.rows[None, : self.read]
+            starts = torch.tensor([0, *itertools.accumulate(self.lengths[:-1])], device=self.cells.device)
+            return self.rows[starts[:, None] + torch.arange(self.read, device=self.cells.device)]
         out = self._parked.flatten(0, 1)
         if self._aside is not None:
             out = self._put(out, self._aside[0], self._aside[1])

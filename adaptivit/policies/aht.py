@@ -110,6 +110,7 @@ class AHT(Policy):
             )
         self.evidence_index = settings.index
         self.prefix_stays = settings.class_token == "stays"
+        self.quiet_end = shape.layers not in stages  # else a planner sees every token there
         self.full_blocks, self.early = settings.spare + 1, settings.decide == "between"
         self.offers = frozenset({"plan", "features"}) if stages else frozenset({"features"})
         many = () if settings.gate == "shared" else (shape.layers,)

@@ -34,7 +34,7 @@ class State:
 class AMoD(Policy):
     equal = equal_in_training = True
     dial = "capacity"
-    prefix_stays = True
+    prefix_stays = quiet_end = True
 
     def __init__(self, settings: AMoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -28,6 +28,9 @@ class Policy(nn.Module):
     equal_in_training = False  # and in training mode too, with no gradient through those that left
     pools_remaining = False  # a pooling head reads the tokens that are left, not the last value of every token
     prefix_stays = False  # class, distillation and register tokens never leave
+    # what it answers and tells after the last attention does not depend on the patches: where the head does not read
+    # them either, they are not taken through the last MLP (forward.py)
+    quiet_end = False
     evidence_gradient = False  # whether attention and keys that it looks at carry a gradient
     evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
     # what a budget turns (calibrate.py): "shift" where the policy heeds view.shift, which is added to the logit of

@@ -70,7 +70,7 @@ class DynamicViT(Policy):
 
     equal = True
     dial = "keep"
-    prefix_stays = True
+    prefix_stays = quiet_end = True
 
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

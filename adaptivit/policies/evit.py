@@ -31,7 +31,7 @@ class EViT(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
-    prefix_stays = True
+    prefix_stays = quiet_end = True
     evidence_gradient = True  # the fused patch is a sum with attention as weights
 
     def __init__(self, settings: EViTSettings, shape: Shape) -> None:

@@ -45,7 +45,7 @@ class Fold(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
-    prefix_stays = True
+    prefix_stays = quiet_end = True
 
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

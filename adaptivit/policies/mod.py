@@ -44,7 +44,7 @@ def sit_out(score: Tensor, view: View, capacity: float, gate: Tensor | None = No
 class MoD(Policy):
     equal = equal_in_training = True
     dial = "capacity"
-    prefix_stays = True
+    prefix_stays = quiet_end = True
 
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backbone import Shape
-from ..decision import Decision, Merge, Skip, Trace, When, detached
+from ..decision import Decision, Keep, Merge, Skip, Trace, When, detached
 from ..errors import UserError
 from ..policy_settings import ReplaySettings
 from .base import Policy
@@ -34,6 +34,7 @@ class Replay(Policy):
         leaving = [getattr(s.decision, "leaving", None) for s in trace.steps if not isinstance(s.decision, Skip)]
         moving = any(isinstance(s.decision, Merge) for s in trace.steps)
         self.prefix_stays = not moving and not any(m is not None and bool(m[:, : trace.prefix].any()) for m in leaving)
+        self.quiet_end = isinstance(self.answers.get((shape.layers - 1, "after"), Keep()), Keep)
         self.grid = tuple(trace.attended.shape[1:])
         self.device = trace.attended.device
 

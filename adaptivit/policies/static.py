@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Static(Policy):
     """Answers nothing, or that everything leaves after block `depth`."""
 
-    equal = equal_in_training = True
+    equal = equal_in_training = quiet_end = True
     dial = "depth"
 
     def __init__(self, settings: StaticSettings, shape: Shape) -> None:
@@ -36,6 +36,7 @@ class Static(Policy):
         if depth is not None and depth > shape.layers:
             raise UserError(f"depth: expected at most the backbone's {shape.layers} blocks, got {depth}.")
         self.depth = depth or shape.layers
+        self.prefix_stays = self.depth == shape.layers
 
     def positions(self) -> tuple[float, float]:
         return float(self.shape.layers), 1.0
@@ -43,6 +44,7 @@ class Static(Policy):
     def turned(self, position: float) -> Static:
         other = copy.copy(self)
         other.depth = int(position)
+        other.prefix_stays = other.depth == self.shape.layers
         return other
 
     def after(self, view: View, state: None) -> Drop | None:

@@ -51,7 +51,7 @@ class State:
 class ToMe(Policy):
     equal = equal_in_training = True
     dial = "r"
-    pools_remaining = prefix_stays = True
+    pools_remaining = prefix_stays = quiet_end = True
 
     def __init__(self, settings: ToMeSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

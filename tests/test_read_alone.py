@@ -1,0 +1,147 @@
+"""After the last attention nobody hears of the patches, where the head reads a class token: they are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_close, pictures, tiny
+from torch import Tensor
+
+from adaptivit import backbone, lean, profiles
+from adaptivit.decision import Drop, Step, Trace
+from adaptivit.model import AdaptiveViT
+
+ASKED = {"tokens", "patches"}
+QUIET: dict[str, tuple[str, dict[str, Any]]] = {
+    "static": ("static", {}),
+    "aht": ("aht", {"gamma": 2.0, "beta": -3.5}),
+    "aht, gelu": ("aht", {"gamma": 2.0, "beta": -3.5, "feature": "gelu"}),
+    "aht, folds": ("aht", {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 2.0}),
+    "evit": ("evit", {}),
+    "dynamicvit": ("dynamicvit", {}),
+    "tome": ("tome", {"r": 2}),
+    "fold": ("fold", {"keep": 0.8}),
+    "amod, last block dense": ("amod", {"blocks": (1,)}),
+}
+LOUD: dict[str, tuple[str, dict[str, Any]]] = {
+    "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
+    "act": ("act", {"bias": -0.5}),
+    "confidence": ("confidence", {"threshold": 0.9}),
+    "aht, a planner at the end": ("aht", {"stages": (6,), "plan_weight": 0.5}),
+    "aht, the class token halts": ("aht", {"class_token": "mean_field"}),
+    "static, cut": ("static", {"depth": 3}),
+    "mod": ("mod", {}),
+}
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every MLP that ran."""
+    rows: list[int] = []
+    for owner in (backbone, lean):
+        inner = owner.mlp
+
+        def run(block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:
+            rows.append(layout.rows.flatten(0, -2).shape[0])
+            inner(block, layout, *rest)
+
+        monkeypatch.setattr(owner, "mlp", run)
+    return rows
+
+
+def compact(model: AdaptiveViT) -> tuple[str, ...]:
+    return ("packed", "gathered") if model.policy.equal else ("packed",)
+
+
+def run(model: AdaptiveViT, images: Tensor, layout: str, fed: list[int], ask: Collection[str] = ()) -> Any:
+    fed.clear()
+    with torch.inference_mode():
+        return model(images, layout=layout, ask=ask)
+
+
+@pytest.mark.parametrize("kind", ["class", "distilled"])
+@pytest.mark.parametrize("case", QUIET)
+def test_the_last_mlp_takes_what_is_read(case: str, kind: str, fed: list[int]) -> None:
+    name, settings = QUIET[case]
+    model, images = tiny(name, kind, **settings), pictures(3)
+    whole = run(model, images, "masked", fed)
+    assert not whole.read_alone
+    assert torch.equal(whole.macs_ran, whole.macs)
+    for layout in compact(model):
+        found = run(model, images, layout, fed)
+        assert fed[-1] == 3 * model.shape.read
+        assert found.read_alone
+        assert found.layout == layout
+        assert_close(found.logits, whole.logits)
+        assert_close(found.features, whole.features)
+        assert torch.equal(found.macs, whole.macs)
+        assert (found.macs_ran < found.macs).any()
+        assert torch.equal(found.trace.updated, whole.trace.updated)
+
+
+@pytest.mark.parametrize("asked", sorted(ASKED))
+@pytest.mark.parametrize("case", QUIET)
+def test_whoever_asks_gets_the_whole_block(case: str, asked: str, fed: list[int]) -> None:
+    name, settings = QUIET[case]
+    model, images = tiny(name, **settings), pictures(3)
+    whole = run(model, images, "masked", fed, {asked})
+    for layout in compact(model):
+        found = run(model, images, layout, fed, {asked})
+        assert fed[-1] == int(found.trace.live_mlp[-1].sum())
+        assert not found.read_alone
+        assert_close(getattr(found, asked), getattr(whole, asked))
+
+
+@pytest.mark.parametrize("case", LOUD)
+def test_what_is_read_at_the_end_is_computed(case: str, fed: list[int]) -> None:
+    name, settings = LOUD[case]
+    model, images = tiny(name, **settings), pictures(3)
+    whole = run(model, images, "masked", fed)
+    for layout in compact(model):
+        found = run(model, images, layout, fed)
+        assert not found.read_alone
+        assert torch.equal(found.macs_ran, found.macs)
+        assert_close(found.logits, whole.logits)
+        for fact, value in whole.trace.facts.items():
+            assert_close(found.trace.facts[fact], value)
+
+
+def test_a_head_that_pools_reads_them_all(fed: list[int]) -> None:
+    model = tiny("static", "average")
+    assert not run(model, pictures(2), "packed", fed).read_alone
+    assert fed[-1] == 2 * model.shape.tokens
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_replays_leave_them_out_too(batch: int, fed: list[int]) -> None:
+    trace = profiles.drawn_trace([1.0, 0.9, 0.8, 0.6, 0.4, 0.3], batch, 17, seed=batch)
+    model = AdaptiveViT(tiny().vit, "replay", {"trace": trace}).eval()
+    whole = run(model, pictures(batch), "masked", fed)
+    found = run(model, pictures(batch), "packed", fed)
+    assert found.read_alone
+    assert fed[-1] == batch
+    assert_close(found.logits, whole.logits)
+
+
+def test_a_replay_that_answers_at_the_end_is_carried_out(fed: list[int]) -> None:
+    leaving = torch.zeros(2, 17, dtype=torch.bool)
+    leaving[:, 5:] = True
+    every = torch.ones(6, 2, 17, dtype=torch.bool)
+    trace = Trace(every, every, 1, (Step(5, "after", Drop(leaving)),))
+    model = AdaptiveViT(tiny().vit, "replay", {"trace": trace}).eval()
+    assert not run(model, pictures(2), "packed", fed).read_alone
+
+
+def test_gradients_are_the_same() -> None:
+    model = tiny("fold", keep=0.8).train()
+    grads = []
+    for layout in ("masked", "gathered"):
+        model.zero_grad()
+        model(pictures(3), layout=layout).logits.pow(2).sum().backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, value in grads[0].items():
+        assert_close(grads[1][name], value)
