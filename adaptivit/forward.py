@@ -115,8 +115,9 @@ def forward(
 
 
 def read_alone(policy: Policy, shape: Shape, layout: Layout) -> bool:
-    """Whether nobody hears of the patches after the last attention: neither the head nor the policy reads them."""
-    quiet = policy.quiet_end and policy.prefix_stays and shape.read < shape.tokens
+    """Whether nobody hears of the patches after the last attention: neither the head nor the policy reads them. In
+    training they go all the way, so that it is the same to the bit however it is compiled."""
+    quiet = policy.quiet_end and policy.prefix_stays and not policy.training and shape.read < shape.tokens
     return quiet and layout.compact and layout.here is layout.live
 
 
