@@ -20,7 +20,7 @@ from .backbone import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
 from .decision import Drop, Step, Trace, When, detached
-from .layouts import Layout
+from .layouts import Ending, Layout
 from .output import Output
 from .policies.base import Policy
 
@@ -35,12 +35,13 @@ def forward(
     blocks: Any = backbone,
     shift: Tensor | None = None,
     limit: Tensor | None = None,
+    whole_end: bool = False,
 ) -> Output:
     """Run `images` [B, C, H, W] under `policy`; `ask` names facts that are wanted though they do not act.
 
     `blocks` has the functions embed, attention and mlp: backbone.py, or fused.py (GPU) and lean.py (CPU) with the same
     in fewer passes. `shift` [B] is where a budget has set the policy's dial (budget.py), `limit` [B] what each image
-    may cost at most (cap.py).
+    may cost at most (cap.py). `whole_end`: patches go through the last MLP though nobody reads them.
     """
     x = blocks.embed(vit, images)
     wanted = not {"tokens", "patches"}.isdisjoint(ask)
@@ -71,8 +72,8 @@ def forward(
         run.updated.append(layout.here)
         if run.cap is not None:
             run.cap.at_mlp(layout.here)
-        if view.last and not (ask or getattr(blocks, "whole_end", False)) and read_alone(policy, shape, layout):
-            layout = run.layout = layout.only_read()
+        if view.last and not (wanted or whole_end) and read_alone(policy, shape, layout):
+            layout = run.layout = Ending(layout)
             run.read_alone = True
         blocks.mlp(block, layout, taps)
         view.found.update(taps.found or {})

@@ -39,6 +39,7 @@ class AdaptiveViT(nn.Module):
         self.policy = policies.build(policy, self.shape, settings)
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
         self.regional = False  # the blocks of training, and of a teacher, are compiled (--compile blocks)
+        self.whole_end = False  # compact layouts take patches through the last MLP though nobody reads them
         self.recompute = False  # in training: blocks are computed again in the backward pass instead of kept
         self.class_names: list[str] | None = None
         self.calibration: Calibration | None = None  # what each position of the policy's dial costs
@@ -94,7 +95,8 @@ class AdaptiveViT(nn.Module):
             blocks = recompute
         if blocks is backbone and choice.type.compact and not self.training:
             blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else backbone
-        return forward(self.vit, self.shape, turn.policy, make, images, ask, blocks, turn.shift, turn.limit)
+        whole = self.whole_end or blocks is regional  # which would need one more graph
+        return forward(self.vit, self.shape, turn.policy, make, images, ask, blocks, turn.shift, turn.limit, whole)
 
     # -- what it may cost --------------------------------------------------------------------------------------
     def calibrate(

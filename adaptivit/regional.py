@@ -15,7 +15,6 @@ from .backbone import Parts, Taps
 from .layouts import Layout
 
 embed = backbone.embed
-whole_end = True  # an MLP of the class token alone would be one more graph
 _GRAPHS = 64  # of one function: for training, teacher and validation, with and without masks; PyTorch's limit is 8
 
 

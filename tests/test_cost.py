@@ -31,7 +31,7 @@ def counted(model: Any, images: torch.Tensor, ask: tuple[str, ...] = ()) -> tupl
 
 def check(model: Any, batch: int = 3, size: int = 32, ask: tuple[str, ...] = ()) -> Output:
     ran, out = counted(model, pictures(batch, size), ask)
-    assert ran == int(out.macs.sum()), {k: int(v.sum()) for k, v in out.parts.items()}
+    assert ran == int(out.macs_ran.sum()), {k: int(v.sum()) for k, v in out.parts.items()}
     assert torch.equal(out.macs, out.macs_deployed + out.parts["asked"])
     assert (out.macs_blocks <= out.macs).all()
     return out

@@ -159,7 +159,7 @@ def test_policies(case: str) -> None:
 
 
 @here
-@pytest.mark.parametrize("case", ["fold", "tome", "evit", "dynamicvit", "amod", "mod"])
+@pytest.mark.parametrize("case", ["evit", "dynamicvit", "amod", "mod"])  # who merges: test_merging_backbones
 @pytest.mark.parametrize("kind", ["registers", "average", "distilled"])
 def test_equal_policies_on_other_backbones(kind: str, case: str) -> None:
     """Several prefix tokens; a head that reads all, those that left or those that remain."""
@@ -183,7 +183,7 @@ def test_backbones(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["distilled", "registers", "average", "average without a class token", "wide heads"])
 def test_merging_backbones(case: str, kind: str) -> None:
     """Prefix tokens of every number, and a head as wide as 80."""
-    output = check(make(case, BACKBONES[kind]), images_of())
+    output = check(make(case, BACKBONES[kind]), images_of(), (), ("tokens",) if kind == "average" else ())
     assert not output.trace.attended.all()
 
 

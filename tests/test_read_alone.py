@@ -95,6 +95,13 @@ def test_whoever_asks_gets_the_whole_block(case: str, asked: str, fed: list[int]
         assert_close(getattr(found, asked), getattr(whole, asked))
 
 
+def test_it_can_be_switched_off(fed: list[int]) -> None:
+    model = tiny()
+    model.whole_end = True
+    assert not run(model, pictures(2), "packed", fed).read_alone
+    assert fed[-1] == 2 * model.shape.tokens
+
+
 @pytest.mark.parametrize("case", LOUD)
 def test_what_is_read_at_the_end_is_computed(case: str, fed: list[int]) -> None:
     name, settings = LOUD[case]

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import unknown
 from .base import Layout, Plan
-from .device import GatheredOnDevice, PackedOnDevice
+from .device import Ending, GatheredOnDevice, PackedOnDevice
 from .gathered import Gathered
 from .masked import Masked
 from .packed import Packed
@@ -19,6 +19,7 @@ LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "packed": Packed, "gathere
 __all__ = [
     "LAYOUTS",
     "Choice",
+    "Ending",
     "Gathered",
     "GatheredOnDevice",
     "Layout",

@@ -186,14 +186,3 @@ class Layout(ABC):
     @abstractmethod
     def leading(self) -> Tensor:
         """[B, read, D] the value of the first `read` slots, the last one for those that have left."""
-
-    def only_read(self) -> Layout:
-        """A layout of the first `read` slots alone, when nothing but them is asked for any more."""
-        from .gathered import Gathered
-
-        return self._named(Gathered(self.leading().contiguous(), self.read))
-
-    def _named(self, other: Layout) -> Layout:
-        """As a part of this one."""
-        other.name, other.layer, other.prefix_stays = self.name, self.layer, self.prefix_stays
-        return other

@@ -171,9 +171,6 @@ class PackedOnDevice(Layout):
             return now
         return torch.where(self.live[:, : self.read, None], now, self._parked.to(now.dtype))
 
-    def only_read(self) -> Layout:
-        return self._named(GatheredOnDevice(self.leading().contiguous(), self.read))
-
     def _first(self, held: Tensor, index: Tensor | None, place: Tensor) -> Tensor:
         """[B, read, D] the first slots' rows; anything for those that have none."""
         if not len(held if index is None else index):
@@ -224,3 +221,22 @@ class GatheredOnDevice(PackedOnDevice):
 
     def remaining(self) -> Tensor:
         return self._each(self.rows)
+
+
+class Ending(GatheredOnDevice):
+    """What the head reads of another layout, when nothing else is asked for any more: for the last MLP, on any device.
+
+    rows are [B * read, D].
+    """
+
+    def __init__(self, of: Layout) -> None:
+        self.name, self.layer, self.read = of.name, of.layer, of.read
+        self.live = self.here = of.live
+        self.size = self._aside = None
+        self.put(of.leading().flatten(0, 1))
+
+    def stream(self) -> Stream:
+        return Stream(self._held, expected=len(self._held))
+
+    def leading(self) -> Tensor:
+        return self._held.unflatten(0, (self.batch, self.read))
