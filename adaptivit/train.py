@@ -229,7 +229,8 @@ def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
     source = config.teacher or config.weights
     if source is None:
         raise UserError("distill: expected the static model's weights as --teacher or --weights, got neither.")
-    teacher = create(config.backbone, "static", weights=source, img_size=config.img_size)
+    size = config.img_size if config.features else None  # patches are compared one by one; else it sees its own size
+    teacher = create(config.backbone, "static", weights=source, img_size=size)
     if teacher.vit.num_classes != classes:
         raise UserError(
             f"distill: the teacher in {source} has {teacher.vit.num_classes} classes, the data {classes}. "

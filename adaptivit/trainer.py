@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.data.mixup import Mixup
 from torch import Tensor
@@ -53,8 +54,16 @@ def taught(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, ta
     """What a loss may know beside the output: the targets, and what the static model says."""
     if teacher is None:
         return Batch(targets)
-    said = teacher(images, ask=objective.needs & {"patches"})
+    said = teacher(_sized(images, teacher), ask=objective.needs & {"patches"})
     return Batch(targets, said.logits, said.patches)
+
+
+def _sized(images: Tensor, model: AdaptiveViT) -> Tensor:
+    """[B, C, H, W] at the size that the model takes."""
+    stem = model.vit.patch_embed
+    if model.vit.dynamic_img_size or images.shape[2:] == tuple(stem.img_size):
+        return images
+    return F.interpolate(images, tuple(stem.img_size), mode="bicubic", align_corners=False, antialias=True)
 
 
 @dataclass(frozen=True)

@@ -370,6 +370,27 @@ def test_the_digits_table_cut_to_seconds(tmp_path: Path, small: Path, launched: 
     assert {row["compared_to"] for (name, _), row in rows.items() if "trained" not in name} == {"static, trained on"}
 
 
+@pytest.mark.usefixtures("launched")
+def test_smaller_images_are_a_share_of_the_references_macs(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distilled from a model that sees them at its own size."""
+    runs = (
+        Run("static", "static", change={"distill": 0.0}),
+        Run("static at 16 px", "static", start="static", change={"img_size": 16}),
+    )
+    table = Table("sizes", "", "", runs, "", shared=TINY.shared | {"distill": 1.0}, reference="static")
+    monkeypatch.setitem(TABLES, "sizes", table)
+    assert run(*words("sizes", small, tmp_path), "--device", "cpu") == 0
+    rows = rows_of(tmp_path)
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    whole, part = (rows[name.name, 0] for name in runs)
+    assert (whole["img_size"], part["img_size"]) == ("32", "16")
+    share = float(part["gmacs"]) / float(whole["gmacs"])
+    assert float(part["gmacs_share"]) == pytest.approx(share, rel=1e-4)
+    assert share < 0.6
+
+
 @pytest.mark.parametrize(
     ("method", "share"),
     [

@@ -30,6 +30,7 @@ Jobs = Mapping[tuple[str, str], Job]  # by name and seed
 def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list[Row], plots: bool) -> None:
     """All files of OUT, without plots where more is to come; the rows get their paired differences."""
     out, known = config.directory, {(job.name, str(job.seed)): job for job in jobs}
+    _share_of_reference(table, rows)
     add_differences(rows, table.reference, lambda row: read_correct(known[row["method"], row["seed"]].correct))
     papers = [row | {"paper": known[row["method"], row["seed"]].paper} for row in rows]
     write_rows(out / "results.csv", papers, (*COLUMNS, "paper"))
@@ -44,6 +45,14 @@ def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list
         columns = ("method", "seed", "epoch", *table.curves)
         write_rows(out / "curves.csv", [point for curve in curves for point in curve.rows()], columns)
         write_bytes(out / "curves.png", draw(curves, table.curves, table.title))
+
+
+def _share_of_reference(table: Table, rows: Sequence[Row]) -> None:
+    """Of images of another size, too, the share is that of the reference's MACs."""
+    static = {row["seed"]: row["gmacs_static"] for row in rows if row["method"] == table.reference}
+    for row in rows:
+        if row["status"] == "ok" and static.get(row["seed"]) not in (None, "", row["gmacs_static"]):
+            row["gmacs_share"] = f"{float(row['gmacs']) / float(static[row['seed']]):.6g}"
 
 
 def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[Row], curves: bool) -> str:

@@ -184,6 +184,11 @@ def _on(policy: str, share: float) -> tuple[Run, ...]:
     return tuple(run_at(policy, share, start=STATIC))
 
 
+def _smaller(size: int) -> Run:
+    """Static on smaller images: what whoever wants to save would try first."""
+    return Run(f"static at {size} px", "static", start=STATIC, change={"img_size": size})
+
+
 def _versus(shares: Iterable[float], peers: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple(
         (f"AHT-ViT {saving(s)}", f"{_TITLES[p]} {saving(s)}") for s in shares for p in peers if at(p, s) is not None
@@ -207,6 +212,8 @@ def _peers() -> Table:
     smaller = (
         Run("static, 8 blocks", "static:depth=8", start=STATIC),
         Run("static, narrower -33 %", "static:share=0.67,by=width", start=STATIC),
+        _smaller(192),  # 71 %
+        _smaller(176),  # 59 %
     )
     return _cifar(
         "cifar100-peers",
@@ -220,8 +227,11 @@ def _front() -> Table:
     shares = (0.83, 0.75, 0.67, 0.60, 0.52)
     return _cifar(
         "cifar100-front",
-        "CIFAR-100, DeiT-T: the front of AHT-ViT and the two best peers, five budgets",
-        [run for share in shares for policy in ("aht", *BEST_PEERS) for run in _on(policy, share)],
+        "CIFAR-100, DeiT-T: the front of AHT-ViT, the two best peers and static on smaller images",
+        [
+            *(run for share in shares for policy in ("aht", *BEST_PEERS) for run in _on(policy, share)),
+            *map(_smaller, (192, 176, 160)),
+        ],
         source="AHT-ViT Fig. 3 on DeiT-T",
         pairs=_versus(shares, BEST_PEERS),
     )
