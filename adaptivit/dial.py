@@ -226,6 +226,7 @@ def joined(several: Sequence[Turn], outputs: Sequence[Output]) -> Output:
         layout=first.layout,
         tokens=rows([o.tokens for o in outputs]),
         patches=rows([o.patches for o in outputs]),
-        read_alone=first.read_alone,
+        read_alone=any(o.read_alone for o in outputs),
+        ran=rows([o.macs_ran for o in outputs]),
         counted={part: rows([o.parts[part] for o in outputs]) for part in first.parts},
     )

@@ -19,7 +19,7 @@ from . import backbone
 from .backbone import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
-from .decision import Drop, Step, Trace, When, detached
+from .decision import Drop, Keep, Step, Trace, When, detached
 from .layouts import Ending, Layout
 from .output import Output
 from .policies.base import Policy
@@ -72,7 +72,7 @@ def forward(
         run.updated.append(layout.here)
         if run.cap is not None:
             run.cap.at_mlp(layout.here)
-        if view.last and not (wanted or whole_end) and read_alone(policy, shape, layout):
+        if view.last and not (wanted or whole_end or block.training) and read_alone(policy, shape, layout, taps):
             layout = run.layout = Ending(layout)
             run.read_alone = True
         blocks.mlp(block, layout, taps)
@@ -115,10 +115,11 @@ def forward(
     )
 
 
-def read_alone(policy: Policy, shape: Shape, layout: Layout) -> bool:
+def read_alone(policy: Policy, shape: Shape, layout: Layout, taps: Taps) -> bool:
     """Whether nobody hears of the patches after the last attention: neither the head nor the policy reads them. In
     training they go all the way, so that it is the same to the bit however it is compiled."""
-    quiet = policy.quiet_end and policy.prefix_stays and not policy.training and shape.read < shape.tokens
+    quiet = policy.quiet_end and type(policy).quiet_end and policy.prefix_stays and not policy.training
+    quiet = quiet and shape.read < shape.tokens and taps.wanted.isdisjoint(("fc1", "gelu"))
     return quiet and layout.compact and layout.here is layout.live
 
 
@@ -147,6 +148,8 @@ class _Run:
         """Take the policy's share for the readout, then let the layout do the rest."""
         if decision is None:
             return
+        if self.read_alone and not isinstance(decision, Keep):
+            raise ValueError(f"{type(decision).__name__} at the very end, of a policy that says quiet_end.")
         share = getattr(decision, "share", None)
         if share is not None:
             part = share[:, : self.read, None].to(self.layout.rows.dtype) * self.layout.leading()
@@ -233,7 +236,7 @@ class View:
         """[B, D] one row an image (float32): the class token, or the mean of the tokens where the head pools them."""
         layout = self._run.layout
         if self.shape.read < self.shape.tokens:
-            return layout.leading()[:, 0].float()
+            return layout.leading()[:, 0].to(torch.float32, copy=True)  # rows are written to in place
         return layout.mean(layout.rows)
 
     def note(self, score: Tensor, block: int) -> None:

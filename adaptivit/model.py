@@ -30,6 +30,8 @@ from .preprocess import Preprocessing
 class AdaptiveViT(nn.Module):
     """`vit` is the timm model, untouched; `policy` decides. Both are ordinary modules with ordinary parameters."""
 
+    whole_end = False  # compact layouts take patches through the last MLP though nobody reads them
+
     def __init__(self, vit: VisionTransformer, policy: str, settings: dict[str, Any], name: str | None = None) -> None:
         super().__init__()
         self.shape = inspect(vit)
@@ -39,7 +41,6 @@ class AdaptiveViT(nn.Module):
         self.policy = policies.build(policy, self.shape, settings)
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
         self.regional = False  # the blocks of training, and of a teacher, are compiled (--compile blocks)
-        self.whole_end = False  # compact layouts take patches through the last MLP though nobody reads them
         self.recompute = False  # in training: blocks are computed again in the backward pass instead of kept
         self.class_names: list[str] | None = None
         self.calibration: Calibration | None = None  # what each position of the policy's dial costs

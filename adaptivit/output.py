@@ -27,6 +27,7 @@ class Output:
     pooled: int | None = None  # tokens that a pooling head read, where it read fewer than there are slots
     read_alone: bool = False  # the last MLP took the tokens that the head reads and nobody else
     counted: dict[str, Tensor] | None = None  # `parts`, where several passes were joined and each has counted its own
+    ran: Tensor | None = None  # [B] `macs_ran`, likewise
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
@@ -51,8 +52,8 @@ class Output:
     @property
     def macs_ran(self) -> Tensor:
         """[B] `macs` without the patches in the last MLP, where nobody read them and a compact layout left them out."""
-        if not self.read_alone:
-            return self.macs
+        if self.ran is not None or not self.read_alone:
+            return self.macs if self.ran is None else self.ran
         unread = self.trace.live_mlp[-1].double() - self.costs.shape.read
         return self.macs - unread * self.costs.mlp
 

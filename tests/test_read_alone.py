@@ -13,6 +13,7 @@ from torch import Tensor
 from adaptivit import backbone, lean, profiles
 from adaptivit.decision import Drop, Step, Trace
 from adaptivit.model import AdaptiveViT
+from adaptivit.policies.static import Static
 
 ASKED = {"tokens", "patches"}
 QUIET: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,3 +153,84 @@ def test_gradients_are_the_same() -> None:
     assert grads[0].keys() == grads[1].keys()
     for name, value in grads[0].items():
         assert_close(grads[1][name], value)
+
+
+def test_a_backbone_in_training_goes_all_the_way() -> None:
+    for name, given in (("fold", {"keep": 0.8}), ("static", {})):
+        model = tiny(name, more={"drop_path_rate": 0.2}, **given).train()
+        model.policy.eval()
+        assert not model(pictures(2), layout="gathered").read_alone
+
+
+def test_one_graph_of_gathered() -> None:
+    torch._dynamo.reset()
+    for name in ("static", "fold"):
+        model = tiny(name).eval()
+        with torch.no_grad():
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            assert_close(compiled(pictures(3), layout="gathered").logits, model(pictures(3), layout="masked").logits)
+    torch._dynamo.reset()
+
+
+def test_budgets_that_cut_some_images() -> None:
+    model, images = tiny().eval(), pictures(4)
+    model.calibrate(images)
+    with torch.inference_mode():
+        alone = {b: model(images[:1], layout="packed", budget=b).macs_ran[0] for b in ("none", "-50%")}
+        for budgets in (["none", "-50%"] * 2, ["-50%", "none"] * 2):
+            found = model(images, layout="packed", budget=budgets)
+            assert torch.equal(found.macs_ran, torch.stack([alone[b] for b in budgets]))
+            assert (found.macs_ran <= found.macs).all()
+
+
+class Watching(Static):
+    """Keeps what it sees, as lean.py lets nobody do without a copy, and looks at the end."""
+
+    prefix_stays = True
+
+    def start(self, view: Any) -> Any:
+        return []
+
+    def after(self, view: Any, state: Any) -> None:
+        state.append(view.image())
+        view.element(0)
+
+    def facts(self, state: Any) -> dict[str, Tensor]:
+        return {"seen": torch.stack(state)}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_a_policy_keeps_stays_as_it_was_and_subclasses_see_the_end(batch: int, fed: list[int]) -> None:
+    model, images = tiny(), pictures(batch)
+    model.policy = Watching(model.policy.settings, model.shape)
+    model.policy.prefix_stays = True
+    model.eval()
+    whole = run(model, images, "masked", fed)
+    for layout in ("packed", "gathered"):
+        found = run(model, images, layout, fed)
+        assert not found.read_alone
+        assert_close(found.trace.facts["seen"], whole.trace.facts["seen"])
+
+
+def test_who_promises_to_be_quiet_and_is_not_hears_of_it() -> None:
+    class Loud(Static):
+        quiet_end = True
+
+        def after(self, view: Any, state: Any) -> Any:
+            return Drop(torch.zeros_like(view.present)) if view.last else None
+
+    model = tiny()
+    model.policy = Loud(model.policy.settings, model.shape)
+    model.eval()
+    with torch.inference_mode(), pytest.raises(ValueError, match="quiet_end"):
+        model(pictures(2), layout="packed")
+
+
+def test_a_replay_for_more_prefix_tokens_than_its_trace(fed: list[int]) -> None:
+    leaving = torch.zeros(2, 18, dtype=torch.bool)
+    leaving[:, 1] = True  # the distillation token, which the head reads
+    here = torch.ones(6, 2, 18, dtype=torch.bool)
+    here[3:, :, 1] = False
+    trace = Trace(here, here, 1, (Step(2, "after", Drop(leaving)),))
+    model = AdaptiveViT(tiny(kind="distilled").vit, "replay", {"trace": trace}).eval()
+    assert_close(run(model, pictures(2), "packed", fed).logits, run(model, pictures(2), "masked", fed).logits)

@@ -233,7 +233,7 @@ class Ending(GatheredOnDevice):
         self.name, self.layer, self.read = of.name, of.layer, of.read
         self.live = self.here = of.live
         self.size = self._aside = None
-        self.put(of.leading().flatten(0, 1))
+        self.put(of.leading().flatten(0, 1).contiguous())
 
     def stream(self) -> Stream:
         return Stream(self._held, expected=len(self._held))

@@ -88,6 +88,7 @@ class AHT(Policy):
     stages [S]; with ask=('features',) what the supervisor read, [layers, B, N]."""
 
     dial = "shift"
+    quiet_end = True
 
     def __init__(self, settings: AHTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)

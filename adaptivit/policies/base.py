@@ -28,8 +28,8 @@ class Policy(nn.Module):
     equal_in_training = False  # and in training mode too, with no gradient through those that left
     pools_remaining = False  # a pooling head reads the tokens that are left, not the last value of every token
     prefix_stays = False  # class, distillation and register tokens never leave
-    # what it answers and tells after the last attention does not depend on the patches: where the head does not read
-    # them either, they are not taken through the last MLP (forward.py)
+    # after the last attention it does not look at patches and answers None or Keep: where the head does not read them
+    # either, they are not taken through the last MLP (forward.py). Not inherited
     quiet_end = False
     evidence_gradient = False  # whether attention and keys that it looks at carry a gradient
     evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
@@ -38,6 +38,11 @@ class Policy(nn.Module):
     dial: str | None = None
     full_blocks = 1  # so many first blocks run with every token, whatever max_macs is
     early = False  # it heeds view.surplus between attention and MLP of every later block but the last
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "quiet_end" not in vars(cls):
+            cls.quiet_end = False
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Replay(Policy):
     """Takes the answers of a recorded pass: `trace` is a Trace or a file made by save_trace."""
 
+    quiet_end = True
+
     def __init__(self, settings: ReplaySettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         trace: Any = settings.trace
@@ -33,7 +35,8 @@ class Replay(Policy):
         self.pools_remaining = trace.pooled == "remaining"
         leaving = [getattr(s.decision, "leaving", None) for s in trace.steps if not isinstance(s.decision, Skip)]
         moving = any(isinstance(s.decision, Merge) for s in trace.steps)
-        self.prefix_stays = not moving and not any(m is not None and bool(m[:, : trace.prefix].any()) for m in leaving)
+        prefix = max(trace.prefix, shape.prefix)
+        self.prefix_stays = not moving and not any(m is not None and bool(m[:, :prefix].any()) for m in leaving)
         self.quiet_end = isinstance(self.answers.get((shape.layers - 1, "after"), Keep()), Keep)
         self.grid = tuple(trace.attended.shape[1:])
         self.device = trace.attended.device

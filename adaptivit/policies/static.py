@@ -36,7 +36,7 @@ class Static(Policy):
         if depth is not None and depth > shape.layers:
             raise UserError(f"depth: expected at most the backbone's {shape.layers} blocks, got {depth}.")
         self.depth = depth or shape.layers
-        self.prefix_stays = self.depth == shape.layers
+        self.prefix_stays = self.depth == shape.layers and type(self).quiet_end
 
     def positions(self) -> tuple[float, float]:
         return float(self.shape.layers), 1.0
@@ -44,7 +44,7 @@ class Static(Policy):
     def turned(self, position: float) -> Static:
         other = copy.copy(self)
         other.depth = int(position)
-        other.prefix_stays = other.depth == self.shape.layers
+        other.prefix_stays = other.depth == self.shape.layers and type(self).quiet_end
         return other
 
     def after(self, view: View, state: None) -> Drop | None:
