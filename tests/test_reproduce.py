@@ -34,7 +34,7 @@ from adaptivit.evaluate import paired_difference
 from adaptivit.files import write_json
 from adaptivit.methods import full_spec
 from adaptivit.recipes import RECIPES
-from adaptivit.reproduce import TABLES, Run, Table, execute, report, tables
+from adaptivit.reproduce import TABLES, Run, Table, equal_cost, execute, report, tables
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
 
@@ -171,7 +171,7 @@ def test_the_settings_of_the_peers_have_the_cost_that_they_stand_for() -> None:
     images = torch.zeros(1, 3, 224, 224)
     for policy in ("evit", "dynamicvit", "amod", "mod", "tome"):
         for share in (0.80, 0.67, 0.52):
-            method = tables.at(policy, share)
+            method = equal_cost.at(policy, share)
             if method is None:
                 assert (policy in ("amod", "mod"), share) == (True, 0.52)
                 continue
@@ -188,7 +188,7 @@ def test_aht_stands_in_one_place() -> None:
         run for t in tables.OURS for run in t.runs if run.method.startswith("aht") and t.name != "cifar100-ingredients"
     ]
     assert len(own) > 40
-    assert all(run.method.startswith((tables.AHT + ",", tables.AHT_SAMPLED)) for run in own)
+    assert all(run.method.startswith((equal_cost.AHT + ",", equal_cost.AHT_SAMPLED)) for run in own)
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------

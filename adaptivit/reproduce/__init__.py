@@ -1,12 +1,13 @@
 """Named tables and figures, ours and the papers', as lists of runs that one command executes.
 
-run.py       what a run and a table are
-tables.py    our tables
-papers.py    the papers' tables
-plan.py      a table on given data and weights: its jobs in order, each with its full configuration and its key
-execute.py   the jobs in processes of their own, several at a time; what is finished is not run again
-job.py       such a process: train, evaluate, write the row
-report.py    results.csv, results.md, pareto.png, curves.png
+run.py         what a run and a table are
+tables.py      our tables
+equal_cost.py  every method at a share of static's MACs, for them
+papers.py      the papers' tables
+plan.py        a table on given data and weights: its jobs in order, each with its full configuration and its key
+execute.py     the jobs in processes of their own, several at a time; what is finished is not run again
+job.py         such a process: train, evaluate, write the row
+report.py      results.csv, results.md, pareto.png, curves.png
 """
 
 from __future__ import annotations
