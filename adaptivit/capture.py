@@ -38,7 +38,7 @@ class Captured:
         batch: int,
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
-        compile: bool | None = None,
+        compile: bool = True,
         warm_up: int = 3,
     ) -> None:
         weight = next(model.parameters())
@@ -49,11 +49,11 @@ class Captured:
         if batch < 1:
             raise UserError(f"capture: expected a batch of at least 1 image, got {batch}.")
         self.model, self.batch, self.asked = model, batch, layout
-        self.compiled = not model.policy.equal if compile is None else compile
+        self.compiled = compile
         height, width = model.vit.patch_embed.img_size
         shape = (batch, model.vit.in_chans, height, width)
-        first, *_, last = model.parameters()
-        self._ends = ((first, first.data_ptr()), (last, last.data_ptr()))  # a graph reads the weights where they were
+        head, *_, tail = model.parameters()
+        self._ends = ((head, head.data_ptr()), (tail, tail.data_ptr()))  # a graph reads the weights where they were
         self._images = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         with torch.inference_mode():
             choice = model._choose(layout, weight.device)
@@ -63,9 +63,10 @@ class Captured:
             plan, turn = self.plan, self._first_turn()
             self._turn = turn
             self._pattern = model._run(choice, self._images, plan=plan, turn=turn)
+            first, _ = _masks(self._pattern)
 
             def run(images: Tensor) -> list[Tensor]:
-                return _tensors(model._run(choice, images, plan=plan, turn=turn))
+                return _tensors(model._run(choice, images, plan=plan, turn=turn), first)
 
             step: Callable[[Tensor], list[Tensor]] = run
             if self.compiled:
@@ -139,15 +140,23 @@ class Captured:
         return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}"
 
 
-def _tensors(output: Output) -> list[Tensor]:
-    """What a captured pass gives back; _answer makes an Output of it again."""
-    trace = output.trace
-    return [output.logits, output.features, trace.attended, trace.updated, *(s.present for s in output.spent)]
+def _masks(output: Output) -> tuple[list[int], list[int]]:
+    """Of the masks of what was spent, the first of each that is there several times; and for each which of those."""
+    places: dict[int, int] = {}
+    which = [places.setdefault(id(s.present), len(places)) for s in output.spent]
+    return [which.index(place) for place in range(len(places))], which
+
+
+def _tensors(output: Output, first: list[int]) -> list[Tensor]:
+    """What a captured pass gives back; _answer makes an Output of it again. Masks are stacked, so that one copy serves
+    them all."""
+    trace, masks = output.trace, [torch.stack([output.spent[i].present for i in first])] if first else []
+    return [output.logits, output.features, trace.attended, trace.updated, *masks]
 
 
 def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     """A copy of what the graph will overwrite."""
-    logits, features, attended, updated, *present = made
+    logits, features, attended, updated, *masks = made
     mine = attended[:, :images].clone()
     trace = Trace(
         mine,
@@ -155,7 +164,8 @@ def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
         pattern.trace.prefix,
         pooled=pattern.trace.pooled,
     )
-    spent = [replace(s, present=p[:images].clone()) for s, p in zip(pattern.spent, present, strict=True)]
+    present = masks[0][:, :images].clone().unbind() if masks else ()
+    spent = [replace(s, present=present[i]) for s, i in zip(pattern.spent, _masks(pattern)[1], strict=True)]
     return replace(
         pattern,
         logits=logits[:images].clone(),

@@ -166,13 +166,13 @@ class AdaptiveViT(nn.Module):
         *,
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
-        compile: bool | None = None,
+        compile: bool = True,
     ) -> Captured:
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
         GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (half a minute, once); default: where images differ.
+        kernels first (up to half a minute, once).
         """
         return Captured(self, batch, layout, profile, compile)
 

@@ -1,7 +1,7 @@
 """The kernels on a real GPU against float64 references, without pytest: python3 benchmarks/gpu_check.py
 
 The tests in tests/test_kernels.py and tests/test_fused.py do this and more; this script needs nothing but the checkout,
-for machines where nothing can be installed. Exit code 1 where something is wrong.
+for machines where nothing can be installed. Exit code 1 where something is wrong. --compiled I/N: see main.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
 
 
 @torch.inference_mode()
-def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype) -> None:
+def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype, compiled: bool) -> None:
     torch.manual_seed(0)
     model = adaptivit.create("deit_tiny_patch16_224", policy, **settings).cuda().to(dtype)
     images = noise(5, 3, 224, 224, dtype=dtype)
@@ -276,7 +276,7 @@ def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype) ->
         3e-2,
     )
     model = model.to(dtype)
-    captured = model.capture(5, compile=False)
+    captured = model.capture(5, compile=compiled)
     some = images[:2] if policy == "replay" else images[:2].flip(0).contiguous()  # a replay knows places, not images
     one, two = captured(images), captured(some)
     close(f"{shown}, captured", one.logits, out.logits, 2e-2)
@@ -288,7 +288,7 @@ def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype) ->
     )
 
 
-def main() -> None:
+def check_kernels() -> None:
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
         for width, live, room in ((384, 1, 1), (384, 131, 300), (192, 0 + 65, 65), (768, 200, 201)):
@@ -322,26 +322,34 @@ def main() -> None:
     at, lead = noise(196, 192, dtype=torch.bfloat16), noise(2, 192, dtype=torch.bfloat16)
     want = patches.reference(*(t.double() for t in (pixels, w, b, at, lead)), (16, 16))
     close("patches", patches.patches(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
+    check_models(compiled=False)
+
+
+def policies() -> list[tuple[str, dict[str, object]]]:
     trace = drawn_trace([1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], batch=5, tokens=197, seed=1)
-    for policy, settings in (
-        *(("static", {}), ("static", {"depth": 5}), ("replay", {"trace": trace}), ("aht", {"gamma": 10, "beta": -4.0})),
-        *(("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}), ("dynamicvit", {"leave": "fold"})),
-        *(
-            ("aht", {"gamma": 4, "beta": -9.0, "feature": "worth", "leave": "fold"}),
-            ("avit", {"gate_scale": 10, "gate_center": 2.0}),
-        ),
-        *(
-            ("amod", {}),
-            ("mod", {}),
-            ("tome", {"r": 13}),
-            ("fold", {}),
-            ("evit", {}),
-            ("dynamicvit", {}),
-            ("dynamicvit", {"leave": "fold"}),
-            ("confidence", {}),
-        ),
-    ):
-        attempt(policy, lambda p=policy, s=settings: check_model(p, s, torch.bfloat16))  # type: ignore[misc]
+    return [
+        *(("static", {}), ("static", {"depth": 5}), ("replay", {"trace": trace})),
+        ("aht", {"gamma": 10, "beta": -4.0}),
+        ("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}),
+        ("aht", {"gamma": 4, "beta": -9.0, "feature": "worth", "leave": "fold"}),
+        ("avit", {"gate_scale": 10, "gate_center": 2.0}),
+        *(("amod", {}), ("mod", {}), ("tome", {"r": 13}), ("fold", {}), ("evit", {}), ("dynamicvit", {})),
+        *(("dynamicvit", {"leave": "fold"}), ("confidence", {})),
+    ]
+
+
+def check_models(compiled: bool, part: int = 0, parts: int = 1) -> None:
+    for policy, settings in policies()[part::parts]:
+        attempt(policy, lambda p=policy, s=settings: check_model(p, s, torch.bfloat16, compiled))  # type: ignore[misc]
+
+
+def main() -> None:
+    """--compiled I/N: every N-th policy, from the I-th (0 first), captured after torch.compile, and nothing else: run N
+    side by side."""
+    if sys.argv[1:2] == ["--compiled"]:
+        check_models(True, *map(int, sys.argv[2].split("/")))
+    else:
+        check_kernels()
     print(f"{len(WRONG)} wrong: {WRONG}")
     sys.exit(1 if WRONG else 0)
 

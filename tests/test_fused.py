@@ -401,8 +401,10 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
         choice = model._choose("auto", images_of().device)
         assert choice.fused
 
+        first, _ = capture._masks(model._run(choice, images_of(), plan=Plan(moves)))
+
         def step(images: Tensor) -> list[Tensor]:
-            return capture._tensors(model._run(choice, images, plan=Plan(moves)))
+            return capture._tensors(model._run(choice, images, plan=Plan(moves)), first)
 
         compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
         compiled(images_of())
@@ -429,6 +431,22 @@ def test_what_is_measured_for_a_schedule(monkeypatch: pytest.MonkeyPatch) -> Non
     assert times.rows == (2, 8, 16, 26, 34)  # of 17 slots each
     assert len(passes) == 2 * (len(times.rows) + 1)
     assert all(second >= 0 for second in (*times.block, times.move))
+
+
+@here
+@policies
+def test_a_captured_answer_has_the_figures_of_its_images(case: str) -> None:
+    """Of a batch of three all figures of the first two, in memory of their own."""
+    model = make(case)
+    first = run(model, images_of(batch=3), "auto", False)
+    second = run(model, images_of(batch=3, seed=1), "auto", False)
+    made = [tensor.clone() for tensor in capture._tensors(second, capture._masks(first)[0])]
+    found, expected = capture._answer(first, made, 2), run(model, images_of(batch=3, seed=1)[:2], "auto", False)
+    for tensor in made:
+        tensor.zero_()
+    for name, macs in expected.parts.items():
+        assert torch.equal(found.parts[name], macs), name
+    assert_same(found, expected)
 
 
 def test_capture_needs_a_gpu() -> None:

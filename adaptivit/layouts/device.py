@@ -71,20 +71,20 @@ class PackedOnDevice(Layout):
 
     def drop(self, decision: Drop) -> None:
         stay = self.live > decision.leaving  # live and not leaving, in one kernel
-        self._park(decision.leaving, decision.zeroed)
+        self._park(decision.leaving if decision.zeroed else None)
         self.live = self.here = stay
         if self.plan.moves_after(self.layer):
             self._select(stay, decision.count)
         else:
             self._thin = True
 
-    def _park(self, leaving: Tensor, zeroed: bool) -> None:
-        """Remember the last value of tokens that leave and that the head will read."""
+    def _park(self, zeroed: Tensor | None = None) -> None:
+        """Remember the last value of tokens that leave and that the head will read, zeros for those of `zeroed`."""
         if self.prefix_stays and self.read < self.slots:
             return
         last = self.leading()
-        if zeroed:
-            last = last.masked_fill((self.live & leaving)[:, : self.read, None], 0.0)
+        if zeroed is not None:
+            last = last.masked_fill((self.live & zeroed)[:, : self.read, None], 0.0)
         self._parked = last
 
     def sit_out(self, decision: Skip) -> None:
@@ -106,7 +106,7 @@ class PackedOnDevice(Layout):
 
     def merge(self, decision: Merge) -> None:
         stay = self.live & (decision.into == torch.arange(self.slots, device=self.live.device))
-        self._park(self.live & ~stay, zeroed=False)
+        self._park()
         given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
         rows, stay, self.place, self.cells, self.offsets = merge(self.rows, *given, room)
         self.put(rows)

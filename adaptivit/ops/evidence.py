@@ -7,6 +7,7 @@ Shapes as in ragged.py: q, k [R, H, d], offsets [B + 1], weight [R] bool, float3
     received_j  = 1/H sum_h 1/n sum_i a_hij over the n rows with a weight      A-MoD's
 
 The attention matrix is never stored: the second takes the scores twice, once for their sums and once for the answer.
+Each head has programs of its own, and the kernels give every head's part [R, H], so that few images fill a GPU too.
 """
 
 from __future__ import annotations
@@ -60,27 +61,25 @@ if triton is not None:
         WEIGHTED: tl.constexpr,
     ):
         image = tl.program_id(0)
+        head = tl.program_id(1)
         start = tl.load(offsets_pointer + image)
         length = tl.load(offsets_pointer + image + 1) - start
         j = tl.arange(0, WIDE)
         inside = j < length
         bias = _key_bias(weight_pointer, start + j, inside, WEIGHTED)
-        base = start.to(tl.int64) * row_stride
-        total = tl.zeros((WIDE,), dtype=tl.float32)
-        for head in range(HEADS):
-            s = tl.zeros((WIDE,), dtype=tl.float32)
-            for part in range(0, d, CHUNK):
-                c = part + tl.arange(0, CHUNK)
-                at = base + head * head_stride + c
-                q = tl.load(q_pointer + at, mask=(c < d) & (length > 0), other=0.0).to(tl.float32)
-                place = at[None, :] + j.to(tl.int64)[:, None] * row_stride
-                k = tl.load(k_pointer + place, mask=inside[:, None] & (c < d)[None, :], other=0.0)
-                s += tl.sum(k.to(tl.float32) * q[None, :], 1)
-            s = s * scale + bias
-            top = tl.max(s, 0)
-            p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top))
-            total += p / tl.maximum(tl.sum(p, 0), 1e-37)
-        tl.store(out_pointer + start + j, total / HEADS, mask=inside)
+        base = start.to(tl.int64) * row_stride + head * head_stride
+        s = tl.zeros((WIDE,), dtype=tl.float32)
+        for part in range(0, d, CHUNK):
+            c = part + tl.arange(0, CHUNK)
+            q = tl.load(q_pointer + base + c, mask=(c < d) & (length > 0), other=0.0).to(tl.float32)
+            place = base + c[None, :] + j.to(tl.int64)[:, None] * row_stride
+            k = tl.load(k_pointer + place, mask=inside[:, None] & (c < d)[None, :], other=0.0)
+            s += tl.sum(k.to(tl.float32) * q[None, :], 1)
+        s = s * scale + bias
+        top = tl.max(s, 0)
+        p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top))
+        p = p / tl.maximum(tl.sum(p, 0), 1e-37)
+        tl.store(out_pointer + (start + j) * HEADS + head, p / HEADS, mask=inside)
 
     @triton.jit
     def _sums_kernel(
@@ -148,54 +147,53 @@ if triton is not None:
         WEIGHTED: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        image = tl.program_id(1)
+        image = tl.program_id(1) // HEADS
+        head = tl.program_id(1) % HEADS
         start = tl.load(offsets_pointer + image)
         length = tl.load(offsets_pointer + image + 1) - start
         first = tl.program_id(0) * TN
         if first < length:
             j = first + tl.arange(0, TN)
             c = tl.arange(0, WIDE)
-            base = start.to(tl.int64) * row_stride
+            base = start.to(tl.int64) * row_stride + head * head_stride
             keys = base + j.to(tl.int64)[:, None] * row_stride + c[None, :]
             bias = _key_bias(weight_pointer, start + j, j < length, WEIGHTED)
             total = tl.zeros((TN,), dtype=tl.float32)
             count = tl.zeros((TM,), dtype=tl.float32)
-            for head in range(HEADS):
-                mask = (j < length)[:, None] & (c < d)[None, :]
-                k = tl.load(k_pointer + keys + head * head_stride, mask=mask, other=0.0)
-                for other in range(0, length, TM):
-                    i = other + tl.arange(0, TM)
-                    at = base + head * head_stride + i.to(tl.int64)[:, None] * row_stride + c[None, :]
-                    q = tl.load(q_pointer + at, mask=(i < length)[:, None] & (c < d)[None, :], other=0.0)
-                    sums = tl.load(sums_pointer + (start + i) * HEADS + head, mask=i < length, other=float("inf"))
-                    there = _key_bias(weight_pointer, start + i, i < length, WEIGHTED) > float("-inf")
-                    s = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias[None, :] - sums[:, None]
-                    total += tl.sum(tl.where(there[:, None], tl.exp2(s), 0.0), 0)
-                    count += there.to(tl.float32)
-            queries = tl.maximum(tl.sum(count, 0), 1.0)  # as often as there are heads
-            tl.store(out_pointer + start + j, total / queries, mask=j < length)
+            k = tl.load(k_pointer + keys, mask=(j < length)[:, None] & (c < d)[None, :], other=0.0)
+            for other in range(0, length, TM):
+                i = other + tl.arange(0, TM)
+                at = base + i.to(tl.int64)[:, None] * row_stride + c[None, :]
+                q = tl.load(q_pointer + at, mask=(i < length)[:, None] & (c < d)[None, :], other=0.0)
+                sums = tl.load(sums_pointer + (start + i) * HEADS + head, mask=i < length, other=float("inf"))
+                there = _key_bias(weight_pointer, start + i, i < length, WEIGHTED) > float("-inf")
+                s = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias[None, :] - sums[:, None]
+                total += tl.sum(tl.where(there[:, None], tl.exp2(s), 0.0), 0)
+                count += there.to(tl.float32)
+            queries = tl.maximum(tl.sum(count, 0), 1.0)
+            tl.store(out_pointer + (start + j) * HEADS + head, total / (queries * HEADS), mask=j < length)
 
 
 @torch.library.custom_op("adaptivit::class_row", mutates_args=())
 def _class_row(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None) -> Tensor:
-    out = torch.empty(len(q), dtype=torch.float32, device=q.device)
     heads, width = q.shape[1:]
-    _class_row_kernel[(len(offsets) - 1,)](
+    out = torch.empty(len(q), heads, dtype=torch.float32, device=q.device)
+    _class_row_kernel[(len(offsets) - 1, heads)](
         *(q, k, as_pointer(weight, q), offsets, out, q.stride(0), q.stride(1), LOG2E * width**-0.5),
         HEADS=heads,
         d=width,
-        CHUNK=16,
+        CHUNK=32,
         WIDE=power_of_two(longest),
         WEIGHTED=weight_kind(weight),
+        num_warps=8,
     )
     return out
 
 
 @torch.library.custom_op("adaptivit::received", mutates_args=())
 def _received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None) -> Tensor:
-    out = torch.empty(len(q), dtype=torch.float32, device=q.device)
     heads, width = q.shape[1:]
-    sums = torch.empty(len(q), heads, dtype=torch.float32, device=q.device)
+    sums, out = (torch.empty(len(q), heads, dtype=torch.float32, device=q.device) for _ in range(2))
     scale, seen = LOG2E * width**-0.5, as_pointer(weight, q)
     sizes = {
         "HEADS": heads,
@@ -209,23 +207,23 @@ def _received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tenso
     images, tiles = len(offsets) - 1, triton.cdiv(longest, 64)
     strides = (q.stride(0), q.stride(1), scale)
     _sums_kernel[(tiles, images * heads)](q, k, seen, offsets, sums, *strides, **sizes)
-    _received_kernel[(tiles, images)](q, k, seen, offsets, sums, out, *strides, **sizes)
+    _received_kernel[(tiles, images * heads)](q, k, seen, offsets, sums, out, *strides, **sizes)
     return out
 
 
 @_class_row.register_fake
 @_received.register_fake
 def _(q, k, offsets, longest, weight):
-    return q.new_empty(q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def class_row(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
     if not usable(q.device):
         return reference(q, k, offsets, weight, "class")
-    return _class_row(*alike(q, k), offsets, longest, log2_weight(weight))
+    return _class_row(*alike(q, k), offsets, longest, log2_weight(weight)).sum(1)
 
 
 def received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
     if not usable(q.device):
         return reference(q, k, offsets, weight, "all")
-    return _received(*alike(q, k), offsets, longest, log2_weight(weight))
+    return _received(*alike(q, k), offsets, longest, log2_weight(weight)).sum(1)

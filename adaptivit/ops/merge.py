@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import compact
-from .kernels import multiprocessors, precision, tl, triton, usable
+from .kernels import multiprocessors, power_of_two, precision, tl, triton, usable
 
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -171,7 +171,7 @@ def _merge(
         *(rows, index, offsets, own, source, target, part, number, out, slots),
         D=width,
         TM=tall,
-        TL=32,
+        TL=16,
         TC=columns,
         EXACT=rows.dtype == torch.float32,
         PRECISION=precision(rows.dtype),
@@ -191,12 +191,13 @@ def _(rows, live, into, scale, place, count):
 def _join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, slots = into.shape
     scale, after = torch.empty_like(size), torch.empty_like(size)
-    tall = 64
+    tall = 8
     _join_kernel[(triton.cdiv(slots, tall), batch)](
         *(into, size, present.view(torch.uint8), size if say is None else say, scale, after, slots),
         TM=tall,
-        TN=128,
+        TN=min(256, power_of_two(slots)),
         SAYS=say is not None,
+        num_warps=1,
     )
     return scale, after
 

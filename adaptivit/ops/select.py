@@ -65,7 +65,7 @@ if triton is not None:
 def _top(score: Tensor, among: Tensor, count: int, rest: bool) -> Tensor:
     batch, slots = among.shape
     out = torch.empty(batch, slots, dtype=torch.bool, device=among.device)
-    tall = 64
+    tall = 16
     _top_kernel[(triton.cdiv(slots, tall), batch)](
         *(score, among.view(torch.uint8), out.view(torch.uint8), score.stride(0), among.stride(0), slots, count),
         TM=tall,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import power_of_two, tl, triton, usable
+from .kernels import multiprocessors, power_of_two, tl, triton, usable
 
 NEAREST, JOINS, MATCH = 0, 1, 2  # what is asked of the kernel
 
@@ -244,7 +244,9 @@ if triton is not None:
                 tl.store(slot_pointer + i, tl.full((TM,), -1, dtype=tl.int64), mask=absent)
 
 
-TALL, BROAD, WARPS, STAGES = 64, 32, 4, 3  # tokens that ask and that are asked for: few registers, wgmma
+TALL, WARPS = 64, 4  # tokens that ask
+# Tokens that are asked for, and stages: few registers; where there are few programs, fewer turns of the loop.
+MANY, FEW = (32, 3), (128, 2)
 
 
 def _launch(
@@ -267,6 +269,7 @@ def _launch(
     strides = (0, 0, 0, 0) if offsets is not None else (*one.stride(), *two.stride())
     if not images * tiles:
         return
+    broad, stages = FEW if images * tiles <= 2 * multiprocessors(units.device) else MANY
     _closest_kernel[(images * tiles,)](
         *(
             units,
@@ -285,11 +288,11 @@ def _launch(
         d=width,
         WIDE=power_of_two(width),
         TM=TALL,
-        TN=BROAD,
+        TN=broad,
         WHAT=what,
         RAGGED=offsets is not None,
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=stages,
     )
 
 
