@@ -3,10 +3,10 @@
 Shapes: B images, N slots, L blocks.
 
 With f_l(n) what block l costs with n tokens, evidence and the policy's own modules included, an image that has spent s
-goes on untouched as long as the next block can be paid and the least that must follow it (the prefix tokens alone where
-the policy never lets them go, else nothing):
+goes on untouched as long as all blocks up to the next one m in which tokens can leave can be paid, and the least that
+must follow it (the prefix tokens alone where the policy never lets them go, else nothing):
 
-    s + f_{l+1}(n) + sum_{j > l+1} f_j(least) <= max_macs
+    s + sum_{l < j <= m} f_j(n) + sum_{j > m} f_j(least) <= max_macs
 
 (where tokens can still leave before that block's MLP, only the least of its MLP)
 
@@ -40,8 +40,11 @@ class Cap:
         self.mlp = 2.0 * costs.shape.dim * costs.shape.hidden  # a token
         counts = torch.arange(costs.tokens + 1, device=limit.device)
         shed = self.mlp * (counts - self.least).clamp_min(0) * policy.early  # an MLP that all but the least may miss
-        self.next = self.each - shed
-        self.next[-1] = self.each[-1]  # nobody decides in the last block
+        last = costs.shape.layers - 1  # nobody decides in the last block
+        ends = [next(m for m in range(first, last + 1) if m == last or policy.decides(m)) for first in range(last + 1)]
+        beyond = torch.cat([self.rest, torch.zeros_like(self.rest[:1])])
+        self.next = torch.stack([self.rest[i] - beyond[m + 1] - shed * (m < last) for i, m in enumerate(ends)])
+        self.after = torch.stack([beyond[m + 1, self.least] for m in ends])  # [L] the least of what follows
         self.counts = counts
         self.entered: Tensor | None = None  # [B] tokens whose MLP is paid, and who may still leave before it
 
@@ -61,12 +64,11 @@ class Cap:
     def allowed(self, layer: int, count: Tensor) -> Tensor:
         """[B] how many of `count` [B] tokens may go on after block `layer`."""
         rest, left = self.rest[layer + 1], self.left[:, None]
-        after = rest[self.least] - self.each[layer + 1][self.least]  # of the blocks behind the next one
         if self.entered is not None:
             left = left + self.mlp * (self.entered[:, None] - self.counts)  # [B, N + 1] by how many stay
         steady = (rest <= left).sum(-1) - 1
         now = left.expand(-1, len(rest)).gather(1, count[:, None])[:, 0]
-        return torch.where(self.next[layer + 1][count] + after <= now, count, steady)
+        return torch.where(self.next[layer + 1][count] + self.after[layer + 1] <= now, count, steady)
 
 
 def least_tokens(policy: Policy) -> int:

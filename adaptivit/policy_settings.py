@@ -67,6 +67,9 @@ class AHTSettings:
     attention shows."""
     spare: int = 0
     """In so many first blocks nobody halts and nothing is looked at."""
+    supervised: tuple[int, ...] | None = None
+    """Blocks that have a supervisor, counted from 0, e.g. 3+6+9: tokens leave there alone, and nothing is looked at
+    elsewhere. Default: all that are not spared, but the last."""
     start: Literal["depth", "budget"] = "depth"
     """Training starts at a mean depth of L - 1, or at the cost that --budget-share names."""
     sample: tuple[float, ...] = ()

@@ -332,6 +332,7 @@ def policies() -> list[tuple[str, dict[str, object]]]:
         ("aht", {"gamma": 10, "beta": -4.0}),
         ("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}),
         ("aht", {"gamma": 4, "beta": -9.0, "feature": "worth", "leave": "fold"}),
+        ("aht", {"gamma": 4, "beta": -6.0, "feature": "worth", "leave": "fold", "supervised": (3, 6, 9)}),
         ("avit", {"gate_scale": 10, "gate_center": 2.0}),
         *(("amod", {}), ("mod", {}), ("tome", {"r": 13}), ("fold", {}), ("evit", {}), ("dynamicvit", {})),
         *(("dynamicvit", {"leave": "fold"}), ("confidence", {})),

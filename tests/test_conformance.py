@@ -35,6 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 20.0, "beta": -5.0, "plan_weight": 3.0}
         | {"straight_through": True, "slope": "logit", "tau": 0.5},
     ),
+    "aht, few supervisors": (
+        "aht",
+        {"feature": "worth", "leave": "fold", "decide": "between", "spare": 1, "gate": "layer", "supervised": (1, 4)}
+        | {"gamma": 2.0, "beta": 0.5, "straight_through": True},
+    ),
+    "aht, few supervisors after their blocks": ("aht", {"beta": 0.5, "gamma": 2.0, "supervised": (0, 3)}),
     "aht, the plan against its image": ("aht", {"beta": -1.0, "plan_weight": 2.0, "plan_against": "image"}),
     "aht, planner alone": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "none", "planner_width": 0.25}),
     "aht, class token": ("aht", {"beta": -1.5, "plan_weight": 0.5, "planner_context": "class", "feature": "class_row"}),

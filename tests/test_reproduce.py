@@ -138,8 +138,8 @@ def test_the_listing_names_every_table_and_what_it_corresponds_to(capsys: Any) -
 
 @pytest.mark.parametrize("name", list(TABLES))
 def test_every_table_can_be_planned_and_shown(name: str, capsys: Any) -> None:
-    jobs = plan(ReproduceConfig(table=name, dry_run=True))
-    assert len(jobs) == len(TABLES[name].runs) * len(TABLES[name].seeds)
+    jobs, table = plan(ReproduceConfig(table=name, dry_run=True)), TABLES[name]
+    assert len(jobs) == sum(len(table.seeds) if run.seed is None else 1 for run in table.runs)
     assert len({(job.name, job.seed) for job in jobs}) == len(jobs)
     assert len({job.key for job in jobs}) == len(jobs), "two rows are the same"
     for job in jobs:
@@ -147,7 +147,7 @@ def test_every_table_can_be_planned_and_shown(name: str, capsys: Any) -> None:
         assert full_spec(job.training)
     assert run("reproduce", name, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert TABLES[name].protocol in said
+    assert table.protocol in said
     assert said.count("to run  ") == len(jobs)
     assert all(f"{job.name}, seed {job.seed}:" in said for job in jobs)
 
@@ -211,6 +211,16 @@ def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
             assert getattr(job.training, field) == getattr(first.training, field)
     assert {job.seed for job in plan(ReproduceConfig(table="cifar100-main", dry_run=True))} == {0, 1, 2}
     assert [j.share for n, j in jobs.items() if n.startswith("AHT")] == [0.83, 0.67, 0.52]
+
+
+def test_several_seeds_may_go_on_from_one_model() -> None:
+    jobs = plan(ReproduceConfig(table="ablation-target-depth", dry_run=True))
+    (static,) = [job for job in jobs if job.name == "static"]
+    others = [job for job in jobs if job is not static]
+    assert static.key == planned("cifar100-main")["static"].key
+    assert {job.needs for job in others} == {static.key}
+    assert {(job.name, job.seed) for job in others} == {(job.name, s) for job in others for s in (0, 1, 2)}
+    assert len({job.key for job in others}) == len(others) == 3 * 4
 
 
 def test_tables_share_what_they_have_in_common_and_a_change_touches_its_rows_alone() -> None:

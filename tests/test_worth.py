@@ -34,6 +34,27 @@ def test_the_first_blocks_are_spared_and_nothing_is_looked_at() -> None:
     assert looked
 
 
+@pytest.mark.parametrize("decide", ["between", "after"])
+def test_tokens_leave_where_a_supervisor_is_and_nothing_is_looked_at_elsewhere(decide: str) -> None:
+    given = WORTH | {"decide": decide, "gate": "layer", "start": "budget", "gamma": 4.0}
+    model = tiny("aht", more={"depth": 8}, spare=1, supervised=(4, 2), **given)
+    model.policy.calibrate(model, pictures(), 0.7)
+    out = model(pictures())
+    live = out.trace.updated if decide == "between" else out.trace.attended
+    here = [2, 4] if decide == "between" else [3, 5]  # the first that misses them
+    counts = live[:, :, 1:].sum((1, 2)).tolist()
+    assert [i for i in range(1, 8) if counts[i] < counts[i - 1]] == here
+    assert len(out.spent) == 4  # attention and similarity, in two blocks
+    assert abs(float((out.macs / model.static_macs(out)).mean()) - 0.7) < 0.05
+
+
+def test_all_blocks_but_the_last_have_a_supervisor() -> None:
+    images, given = pictures(), WORTH | {"beta": -0.5}
+    every = tiny("aht", more={"depth": 4}, spare=1, **given)
+    listed = tiny("aht", more={"depth": 4}, spare=1, supervised=(1, 2), **given)
+    assert torch.equal(every(images).logits, listed(images).logits)
+
+
 def test_the_least_worth_leave_first() -> None:
     model = tiny("aht", more={"depth": 3}, spare=1, start="budget", **WORTH | {"gamma": 50.0})
     images = pictures()
@@ -237,6 +258,8 @@ def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:
         (WORTH | {"class_token": "mean_field"}, "decide: expected after, or class_token=stays"),
         ({"spare": 99}, r"spare: expected less than 6"),
         ({"spare": -1}, "spare: expected a number of blocks >= 0"),
+        ({"supervised": (1, 5)}, r"supervised: expected block numbers in 0..4, got 5"),
+        ({"supervised": (1, 3), "spare": 2}, r"supervised: expected block numbers in 2..4, got 1"),
         ({"sample": (0.9, 0.4)}, "sample: expected two shares, the lower first"),
         ({"sample": (0.5,)}, "sample: expected two shares"),
     ],

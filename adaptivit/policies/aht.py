@@ -34,7 +34,7 @@ from ..errors import UserError
 from ..policy_settings import AHTSettings
 from .base import Policy
 from .halting import Halting
-from .selection import fold
+from .selection import check_blocks, fold
 
 if TYPE_CHECKING:
     from ..forward import View
@@ -80,12 +80,12 @@ class State:
     plan: Tensor | None = None  # [B, N] the newest plan
     plans: list[Tensor] = field(default_factory=list)  # [B, N] each
     planned: list[Tensor] = field(default_factory=list)  # [B, N] bool: live on entering layer s, so N_k >= s
-    features: list[Tensor] = field(default_factory=list)  # [B, N] each: f, from block `spare` on, when asked for
+    features: list[Tensor] = field(default_factory=list)  # [B, N] each: f of every supervised block, when asked for
 
 
 class AHT(Policy):
     """Facts: those of Halting, and with ask=('plan',) or an acting plan: plan [S, B, N], planned [S, B, N] bool,
-    stages [S]; with ask=('features',) what the supervisor read, [layers, B, N]."""
+    stages [S]; with ask=('features',) what the supervisors read, [supervised blocks, B, N]."""
 
     dial = "shift"
     quiet_end = True
@@ -103,6 +103,9 @@ class AHT(Policy):
             raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
         if settings.spare >= shape.layers:
             raise UserError(f"spare: expected less than {shape.layers}, the number of blocks, got {settings.spare}.")
+        chosen = range(settings.spare, shape.layers - 1) if settings.supervised is None else settings.supervised
+        check_blocks("supervised", chosen, settings.spare, shape.layers - 1)
+        self.supervised = tuple(sorted(set(chosen)))
         needy = settings.feature in ("class_row", "worth")
         if not shape.class_token and (needy or settings.planner_context == "class"):
             raise UserError(
@@ -112,7 +115,8 @@ class AHT(Policy):
         self.evidence_index = settings.index
         self.prefix_stays = settings.class_token == "stays"
         self.quiet_end = shape.layers not in stages  # else a planner sees every token there
-        self.full_blocks, self.early = settings.spare + 1, settings.decide == "between"
+        self.full_blocks = min(self.supervised, default=shape.layers - 1) + 1
+        self.early = settings.decide == "between"
         self.offers = frozenset({"plan", "features"}) if stages else frozenset({"features"})
         many = () if settings.gate == "shared" else (shape.layers,)
         self.gamma = nn.Parameter(torch.full(many, float(settings.gamma)), requires_grad=settings.learn_gate)
@@ -126,12 +130,15 @@ class AHT(Policy):
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         settings = self.settings
-        if layer == self.shape.layers - 1 or layer < settings.spare:
+        if not self.decides(layer):
             return frozenset()
         if settings.feature == "worth":
             return frozenset({"class_row", "similarity"})
         read = frozenset({settings.feature}) - {"residual"}
         return read | {"similarity"} if settings.leave == "fold" else read
+
+    def decides(self, layer: int) -> bool:
+        return layer in self.supervised
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
         acts = self.settings.plan_weight > 0 and str(layer + 1) in self.planners
@@ -166,12 +173,12 @@ class AHT(Policy):
 
     def _decide(self, view: View, state: State) -> Decision:
         settings, layer, halting = self.settings, view.layer + 1, state.halting
-        spared = view.layer < settings.spare
+        spared = not self.decides(view.layer)
         surplus = None if spared else view.surplus
         score, margin = self._score(view, state)
         full, mass = halting.step(score, layer, view.last, surplus=surplus, margin=margin)
         share = mass if settings.class_token == "mean_field" else None
-        if view.last or spared:
+        if spared:
             return Keep(share=share)
         weight = halting.presence[-1] if settings.straight_through else None
         if settings.leave == "drop":
@@ -188,7 +195,7 @@ class AHT(Policy):
         """[B, N] h of this layer, 0 where nobody halts yet; and with slope=logit by how much gamma f + ... is above
         what would just halt the token, in units of f."""
         settings, number, spent = self.settings, view.layer, state.halting.cumulative
-        if view.last or number < settings.spare:
+        if not self.decides(number):
             return torch.zeros_like(spent), None
         gamma, beta = (p if p.ndim == 0 else p[number] for p in (self.gamma.float(), self.beta.float()))
         feature = self._feature(view)
@@ -294,7 +301,7 @@ class AHT(Policy):
         (all images taken together), and gamma f has the deviation that the setting gamma asks for."""
         prefix, settings = self.shape.prefix, self.settings
         enough = math.log((settings.threshold - settings.eps) / max(1 - settings.threshold + settings.eps, 1e-3))
-        for block, values in enumerate(trace.facts["features"], start=settings.spare):
+        for block, values in zip(self.supervised, trace.facts["features"], strict=True):
             feature = values[:, prefix:][trace.attended[block, :, prefix:]]
             if feature.numel() > 1:
                 self.gamma[block] = settings.gamma / feature.std().clamp_min(1e-3)

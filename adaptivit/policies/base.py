@@ -37,7 +37,7 @@ class Policy(nn.Module):
     # leaving, so that more is cheaper; or the setting that fixes how many tokens stay; None: it cannot be dialled
     dial: str | None = None
     full_blocks = 1  # so many first blocks run with every token, whatever max_macs is
-    early = False  # it heeds view.surplus between attention and MLP of every later block but the last
+    early = False  # it heeds view.surplus between attention and MLP, not after the block
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -90,6 +90,10 @@ class Policy(nn.Module):
         assert self.dial is not None
         other.settings = replace(self.settings, **{self.dial: position})
         return other
+
+    def decides(self, layer: int) -> bool:
+        """Whether it heeds view.surplus in this block: after the first full_blocks, in every one but the last."""
+        return True
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float] | None:
         """MACs a present token and MACs an image that its own modules spend in this block, for max_macs. A policy that

@@ -178,8 +178,9 @@ def plan(config: ReproduceConfig) -> list[Job]:
         made: dict[str, Job] = {}
         for run in table.runs:
             if run.name in chosen:
-                made[run.name] = _job(config, table, run, seed, made.get(run.start))
-        jobs += made.values()
+                own = seed if run.seed is None else run.seed
+                made[run.name] = _job(config, table, run, own, made.get(run.start))
+        jobs += [job for job in made.values() if all((job.name, job.seed) != (j.name, j.seed) for j in jobs)]
     return jobs
 
 

@@ -16,6 +16,7 @@ class Run:
     recipe: str = ""  # a recipe with all its own settings
     change: Mapping[str, Any] = field(default_factory=dict)  # fields of TrainConfig
     start: str = ""  # the run of the same seed whose model it starts from; default: --weights
+    seed: int | None = None  # the only seed that it is run with; those that start from it have the table's
     weights: str = ""  # a name in the folder --weights; default: the backbone's; `none` for random ones
     train: bool = True  # else the model is evaluated as it is
     share: float | None = None  # a budget of static's MACs, calibrated on validation images
