@@ -4,6 +4,7 @@
 #   sh benchmarks/h200.sh small OUT      DeiT-S: a replayed halting profile, and AHT-ViT that decides itself
 #   sh benchmarks/h200.sh tuned OUT      the same with torch.compile's max-autotune among the static models (slow)
 #   sh benchmarks/h200.sh peers OUT      DeiT-S: A-MoD, ToMe, DynamicViT, fold
+#   sh benchmarks/h200.sh folding OUT    DeiT-S: AHT-ViT and fold whose tokens fold, in every block and in three
 #   sh benchmarks/h200.sh others OUT     DeiT-T, ViT-B, 384 px
 #   sh benchmarks/h200.sh training OUT   training steps of AHT-ViT against static ones
 set -u
@@ -12,6 +13,8 @@ run="python3 -m adaptivit benchmark --seed 0"
 deit="--backbones deit_small_patch16_224"
 aht="--profile halting --policies aht:gamma=10,beta=-4.8"  # on these random weights it halts about as the profile does
 peers="--policies amod:capacity=0.5 tome:r=13 dynamicvit fold:budget=0.67"
+fold="aht:feature=worth,leave=fold,decide=between,spare=3,relative=1,gamma=30"  # halts to 66 and 67 % on these weights
+folding="--policies $fold,beta=-3.4 $fold,beta=0.12,supervised=3+6+9 fold:budget=0.67 fold:budget=0.67,stages=3+6+9"
 quick="--static-modes default+graph"
 best="--static-modes default+graph max-autotune-no-cudagraphs+graph"
 training="python3 benchmarks/training_speed.py --batch 128 --kinds compiled"
@@ -32,6 +35,8 @@ tuned)
   $run $deit $aht $best --batch-sizes 1 32 256 1024 --out "$out/tuned" --plot ;;
 peers)
   $run $deit $peers $quick --batch-sizes 32 256 --out "$out/peers" --plot ;;
+folding)
+  $run $deit $folding $quick --batch-sizes 32 256 --out "$out/folding" --plot ;;
 others)
   $run --backbones deit_tiny_patch16_224 --profile halting $quick --batch-sizes 256 --out "$out/others"
   $run --backbones vit_base_patch16_224 --profile halting $quick --batch-sizes 256 --out "$out/others"
@@ -39,5 +44,5 @@ others)
 training)
   $training --turns 6 --steps 5 --out "$out/training.csv" ;;
 *)
-  echo "expected warm, small, tuned, peers, others or training, got $part" >&2; exit 2 ;;
+  echo "expected warm, small, tuned, peers, folding, others or training, got $part" >&2; exit 2 ;;
 esac
