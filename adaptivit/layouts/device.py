@@ -31,9 +31,9 @@ class PackedOnDevice(Layout):
         batch, slots, width = x.shape
         self.plan = Plan() if plan is None else plan
         self.put(x.reshape(batch * slots, width))
-        self.cells = torch.arange(batch * slots, device=x.device, dtype=torch.int32)
+        self.cells = compact.steps(x, batch * slots, 1)
         self.place = self.cells
-        self.offsets = torch.arange(0, batch * slots + 1, slots, device=x.device, dtype=torch.int32)
+        self.offsets = compact.steps(x, batch * slots + 1, slots)
         self._counted = False  # some rows are behind the live ones
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them

@@ -188,6 +188,18 @@ def _(stay, before, count):
     return before.new_empty(batch * slots), cells, before.new_empty(batch + 1), index
 
 
+@torch.library.custom_op("adaptivit::steps", mutates_args=())
+def steps(like: Tensor, stop: int, step: int) -> Tensor:
+    """[stop / step] 0, step, 2 step ..., int32. An operation of its own, since torch.compile would write a plain arange
+    anew for each of its readers."""
+    return torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
+
+
+@steps.register_fake
+def _(like, stop, step):
+    return like.new_empty(-(-stop // step), dtype=torch.int32)
+
+
 def order(stay: Tensor, before: Tensor, count: int | None = None) -> Order:
     """As the reference, with the kernels where they can run."""
     return _order(stay, before, count) if usable(stay.device) else reference(stay, before, count)
