@@ -345,6 +345,10 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
     with (tmp_path / "out" / "curves.csv").open(newline="") as file:
         points = list(csv.DictReader(file))
     assert {(p["method"], p["seed"], p["epoch"]) for p in points} >= {("EViT", "3", "1"), ("EViT", "3", "2")}
+    along = report._curves(replace(tiny, curves=("accuracy",), training=True), list(jobs.values()))
+    assert along
+    assert {(c.name, c.seed) for c in along} < {(j.name, j.seed) for j in jobs.values() if j.needs}
+    assert all(0 < c.epochs[0] <= c.epochs[-1] <= 2 and min(c.values["accuracy"]) >= 0 for c in along)
     assert (tmp_path / "work" / ".gitignore").read_text() == "*\n"
     with np.load(tmp_path / "out" / "correct.npz") as file:
         assert len(file.files) == 1 + sum(row["status"] == "ok" for row in rows.values())

@@ -1,4 +1,4 @@
-"""Figures of the validation over the epochs, one line a run, one panel a figure."""
+"""Figures of the validation, or of training batches, over the epochs: one line a run, one panel a figure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from ..pictures import DPI, FAINT, INK, MUTED
 
 LABELS = {"top1": "top-1 % on validation", "mean_depth": "mean depth, blocks a patch", "gmacs": "GMACs an image"}
+LABELS |= {"accuracy": "accuracy % of training batches, augmented"}
 _COLOURS = ("#0f8b80", "#d9622b", "#4c6fb1", "#b0487e", "#8a8f1f", "#7d5fb2", "#2f9e44", "#c2410c")
 _STYLES = ("-", "--", ":")
 
@@ -23,14 +24,14 @@ class Curve:
 
     name: str
     seed: int
-    epochs: list[int]
+    epochs: list[float]
     values: dict[str, list[float]]  # by figure, as many as epochs
 
     def rows(self) -> list[dict[str, str]]:
         """As rows of a CSV file."""
         columns = zip(*self.values.values(), strict=True)
         return [
-            {"method": self.name, "seed": str(self.seed), "epoch": str(epoch)}
+            {"method": self.name, "seed": str(self.seed), "epoch": f"{epoch:.4g}"}
             | {name: f"{value:.6g}" for name, value in zip(self.values, values, strict=True)}
             for epoch, values in zip(self.epochs, columns, strict=True)
         ]

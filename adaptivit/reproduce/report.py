@@ -86,7 +86,7 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
     if any(row["status"] == "ok" for row in rows):
         text += ["", "![Accuracy against cost](pareto.png)"]
     if curves:
-        text += ["", "![Validation over the epochs](curves.png)"]
+        text += ["", f"![{'Training' if table.training else 'Validation'} over the epochs](curves.png)"]
     return "\n".join(text) + "\n"
 
 
@@ -154,16 +154,21 @@ def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
 
 
 def _curves(table: Table, jobs: Sequence[Job]) -> list[Curve]:
-    """The validation lines of every run's log."""
-    found = []
+    """What every run's log says of its validations; or of its training batches, means of a few lines in a row, without
+    the runs that others go on from."""
+    found, group = [], 5 if table.training else 1
     for job in jobs:
         path = Path(job.training.out) / "log.jsonl"
-        if job.trains and path.exists():
+        if job.trains and path.exists() and (job.needs or not table.training):
             records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            kept = [r for r in records if r["kind"] == "validation"]
-            if kept:
-                values = {name: [float(r[name]) for r in kept] for name in table.curves}
-                found.append(Curve(job.name, job.seed, [int(r["epoch"]) for r in kept], values))
+            known = [r for r in records if r["kind"] == "validation"]
+            kept = [r for r in records if r["kind"] == ("train" if table.training else "validation")]
+            parts = [kept[i : i + group] for i in range(0, len(kept), group)] if known else []
+            if parts:
+                each = known[-1]["epoch"] / known[-1]["step"]
+                epochs = [statistics.mean(each * r["step"] for r in part) for part in parts]
+                values = {n: [statistics.mean(float(r[n]) for r in part) for part in parts] for n in table.curves}
+                found.append(Curve(job.name, job.seed, epochs, values))
     return found
 
 

@@ -79,6 +79,7 @@ _CIFAR = "CIFAR-100 as an .npz or folder with train and test"
 
 def _cifar(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
     given = {"protocol": _GOES_ON, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
+    given |= {"curves": ("accuracy", "mean_depth"), "training": True}
     return Table(name, title, runs=(*_first(**FIRST), *runs), **given)
 
 
