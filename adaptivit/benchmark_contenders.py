@@ -96,23 +96,23 @@ def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
         found.append(Entry(COMPILED, (partial(_static, at, "reduce-overhead" if on_gpu else "default", vit),)))
     best = with_product(vit)
     found.append(Entry(BEST, tuple(partial(_static, at, mode, best) for mode in config.modes_on(device))))
-    own = "captured" if on_gpu else "packed"
-    found.append(Entry(OWN, (partial(_on_layout, at, own, partial(_nothing_left, at)),), "static", own))
+    own, compiled = "captured" if on_gpu else "packed", not config.skip_compiled
+    found.append(Entry(OWN, (partial(_on_layout, at, own, compiled, partial(_nothing_left, at)),), "static", own))
     layouts = config.layouts_on(device)
     compact = [layout for layout in layouts if layout != "padded"]
     for spec in dict.fromkeys(config.policies):
         make = partial(_model, config, at, spec)
-        found += [Entry(spec, (partial(_on_layout, at, layout, make),), spec, layout) for layout in compact]
+        found += [Entry(spec, (partial(_on_layout, at, layout, compiled, make),), spec, layout) for layout in compact]
     for profile, trace in at.traces.items():
         name = "replay " + (Path(profile).stem if profile.startswith(profiles.REPLAY) else profile)
         make = partial(_replaying, at, trace)
-        found += [Entry(name, (partial(_on_layout, at, x, make, trace),), "replay", x) for x in compact]
+        found += [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), "replay", x) for x in compact]
         if "padded" in layouts:
             found.append(Entry(name, (partial(_padding, at, trace),), "replay", "padded"))
     if at.checkpoint is not None:
         model = at.checkpoint
         spec, name = settings.spec(model.policy_name, model.policy.settings), f"checkpoint {config.checkpoint}"
-        found += [Entry(name, (partial(_on_layout, at, x, lambda: model),), spec, x) for x in compact]
+        found += [Entry(name, (partial(_on_layout, at, x, compiled, lambda: model),), spec, x) for x in compact]
     return found
 
 
@@ -151,11 +151,13 @@ def _replaying(at: Setting, trace: Trace) -> AdaptiveViT:
     return AdaptiveViT(at.base.vit, "replay", {"trace": trace}).eval()
 
 
-def _on_layout(at: Setting, layout: str, make: Callable[[], AdaptiveViT], trace: Trace | None = None) -> Contender:
+def _on_layout(
+    at: Setting, layout: str, compiled: bool, make: Callable[[], AdaptiveViT], trace: Trace | None = None
+) -> Contender:
     model = make()
     if layout != "captured":
         return Contender(partial(model, layout=layout), model)
-    captured = model.capture(at.batch, profile=at.images if trace is None else trace)
+    captured = model.capture(at.batch, profile=at.images if trace is None else trace, compile=compiled)
     recording = partial(model, layout=captured.layout)
     return Contender(captured, model, recording, layout="captured", graph=True, plan=captured.explain())
 

@@ -8,7 +8,7 @@ must follow it (the prefix tokens alone where the policy never lets them go, els
 
     s + sum_{l < j <= m} f_j(n) + sum_{j > m} f_j(least) <= max_macs
 
-(where tokens can still leave before that block's MLP, only the least of its MLP)
+(where tokens can still leave before that block's MLP, only the least of its MLP and of the policy's modules after it)
 
 Where it cannot, so many tokens stay as could stay to the end: the largest n with s + sum_{j > l} f_j(n) <= max_macs.
 Both keep the invariant that the least can be paid. So whoever stays below the limit by itself is not touched, and what
@@ -37,35 +37,40 @@ class Cap:
         self.rest = self.each.flip(0).cumsum(0).flip(0)  # [L, N + 1] from block l on with the same number of tokens
         self.least = least_tokens(policy)
         self.left = limit - (costs.embedding + costs.head)  # [B]
-        self.mlp = 2.0 * costs.shape.dim * costs.shape.hidden  # a token
-        counts = torch.arange(costs.tokens + 1, device=limit.device)
-        shed = self.mlp * (counts - self.least).clamp_min(0) * policy.early  # an MLP that all but the least may miss
         last = costs.shape.layers - 1  # nobody decides in the last block
+        # [L] what a token is spared that leaves between attention and MLP: the MLP, and the policy's modules behind it
+        own = [(policy.overhead(layer, costs) or (0.0, 0.0))[0] for layer in range(last + 1)]
+        self.late = [2.0 * costs.shape.dim * costs.shape.hidden + macs for macs in own]
+        self.layer = 0
+        counts = torch.arange(costs.tokens + 1, device=limit.device)
+        spared = (counts - self.least).clamp_min(0) * policy.early  # all but the least may leave before an MLP
         ends = [next(m for m in range(first, last + 1) if m == last or policy.decides(m)) for first in range(last + 1)]
         beyond = torch.cat([self.rest, torch.zeros_like(self.rest[:1])])
-        self.next = torch.stack([self.rest[i] - beyond[m + 1] - shed * (m < last) for i, m in enumerate(ends)])
+        self.next = torch.stack(
+            [self.rest[i] - beyond[m + 1] - spared * self.late[m] * (m < last) for i, m in enumerate(ends)]
+        )
         self.after = torch.stack([beyond[m + 1, self.least] for m in ends])  # [L] the least of what follows
         self.counts = counts
-        self.entered: Tensor | None = None  # [B] tokens whose MLP is paid, and who may still leave before it
+        self.entered: Tensor | None = None  # [B] tokens that are paid for, and may still leave before the MLP
 
     def pay(self, layer: int, present: Tensor) -> None:
         """Block `layer` runs with the tokens present [B, N]."""
-        self.left = self.left - self.each[layer][present.sum(-1)]
+        self.left, self.layer = self.left - self.each[layer][present.sum(-1)], layer
 
     def before_mlp(self, present: Tensor) -> None:
-        """Tokens that leave between attention and MLP get the MLP back that was paid for them."""
+        """Tokens that leave between attention and MLP get back what was paid for them behind that."""
         self.entered = present.sum(-1)
 
     def at_mlp(self, present: Tensor) -> None:
         assert self.entered is not None
-        self.left = self.left + self.mlp * (self.entered - present.sum(-1))
+        self.left = self.left + self.late[self.layer] * (self.entered - present.sum(-1))
         self.entered = None
 
     def allowed(self, layer: int, count: Tensor) -> Tensor:
         """[B] how many of `count` [B] tokens may go on after block `layer`."""
         rest, left = self.rest[layer + 1], self.left[:, None]
         if self.entered is not None:
-            left = left + self.mlp * (self.entered[:, None] - self.counts)  # [B, N + 1] by how many stay
+            left = left + self.late[layer] * (self.entered[:, None] - self.counts)  # [B, N + 1] by how many stay
         steady = (rest <= left).sum(-1) - 1
         now = left.expand(-1, len(rest)).gather(1, count[:, None])[:, 0]
         return torch.where(self.next[layer + 1][count] + self.after[layer + 1] <= now, count, steady)

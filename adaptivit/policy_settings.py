@@ -109,6 +109,7 @@ class AHTSettings:
         require(0 <= self.relative <= 1, "relative", "a share in 0..1", self.relative)
         require(self.planner_width > 0, "planner_width", "a number > 0", self.planner_width)
         require(self.spare >= 0, "spare", "a number of blocks >= 0", self.spare)
+        _distinct("supervised", self.supervised)
         ordered = len(self.sample) == 2 and 0 < self.sample[0] < self.sample[1] < 1
         require(not self.sample or ordered, "sample", "two shares, the lower first, e.g. 0.45+0.95", self.sample)
         early = self.decide == "between"

@@ -1,11 +1,12 @@
 """The kernels on a real GPU against float64 references, without pytest: python3 benchmarks/gpu_check.py
 
 The tests in tests/test_kernels.py and tests/test_fused.py do this and more; this script needs nothing but the checkout,
-for machines where nothing can be installed. Exit code 1 where something is wrong. --compiled I/N: see main.
+for machines where nothing can be installed. Exit code 1 where something is wrong. --compiled: see --help.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -345,10 +346,12 @@ def check_models(compiled: bool, part: int = 0, parts: int = 1) -> None:
 
 
 def main() -> None:
-    """--compiled I/N: every N-th policy, from the I-th (0 first), captured after torch.compile, and nothing else: run N
-    side by side."""
-    if sys.argv[1:2] == ["--compiled"]:
-        check_models(True, *map(int, sys.argv[2].split("/")))
+    """every N-th policy, from the I-th (0 first), captured after torch.compile, and nothing else: run N side by side"""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiled", metavar="I/N", help=main.__doc__)
+    given = parser.parse_args()
+    if given.compiled:
+        check_models(True, *map(int, given.compiled.split("/")))
     else:
         check_kernels()
     print(f"{len(WRONG)} wrong: {WRONG}")

@@ -1,11 +1,13 @@
 """Rows of committed results as `adaptivit reproduce` keeps finished ones, so that a table can be completed on a machine
 that has not run it: python benchmarks/restore_rows.py results/cifar100-main runs/reproduce/work
 
-Rows that others start from are left out, since their weights are not committed: they are trained again.
+Rows that others start from are left out, since their weights are not committed: they are trained again. A row is known
+by the very words of --data and --weights: give those of the command in results.md, which is printed.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import sys
@@ -39,6 +41,20 @@ def restore(results: Path, work: Path) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
-    for name in restore(Path(sys.argv[1]), Path(sys.argv[2])):
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="results/TABLE")
+    parser.add_argument("work", type=Path, help="what --work of `adaptivit reproduce` will be")
+    given = parser.parse_args()
+    if given.results.name not in TABLES:
+        parser.error(f"expected a folder with the name of a table, got {given.results}; see adaptivit reproduce")
+    missing = [name for name in ("results.csv", "results.md", "correct.npz") if not (given.results / name).exists()]
+    if missing:
+        parser.error(f"expected {missing[0]} in {given.results}; it is not there")
+    for name in restore(given.results, given.work):
         print("restored", name)
+    print("go on with", next(x for x in (given.results / "results.md").read_text().splitlines() if x.startswith("`")))
+
+
+if __name__ == "__main__":
+    main()

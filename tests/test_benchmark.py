@@ -213,12 +213,14 @@ def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, m
         def explain(self) -> str:
             return "a stand-in"
 
-    monkeypatch.setattr(AdaptiveViT, "capture", lambda self, batch, profile: Captured(self, batch, profile))
+    monkeypatch.setattr(AdaptiveViT, "capture", lambda self, batch, profile, compile: Captured(self, batch, profile))
     given = config(tmp_path, profile=("50",))
     base = adaptivit.create("digits_vit", "static", img_size=32)
     at = benchmark._setting(given, base, "digits_vit", "float32", 2, torch.device("cpu"))
     trace = at.traces["50"]
-    make = partial(benchmark_contenders._on_layout, at, "captured", lambda: benchmark_contenders._replaying(at, trace))
+    make = partial(
+        benchmark_contenders._on_layout, at, "captured", True, lambda: benchmark_contenders._replaying(at, trace)
+    )
     checked = benchmark._checked(make, at)
     assert (checked.figures["layout"], checked.contender.graph) == ("captured", True)
     assert checked.figures["plan"] == "a stand-in"

@@ -72,6 +72,20 @@ def test_the_law(case: str, kind: str, seed: int, shares: list[float], shift: fl
         assert torch.equal(alone.trace.attended[:, 0], outputs[0].trace.attended[:, i])
 
 
+@pytest.mark.parametrize("decide", ["between", "after"])
+@pytest.mark.parametrize("supervised", [None, (1, 3)])
+def test_who_stays_below_the_limit_by_itself_is_not_touched(decide: str, supervised: tuple[int, ...] | None) -> None:
+    """At the very cost that it has, planners that act included."""
+    given = {"feature": "worth", "decide": decide, "gamma": 20.0, "threshold": 1.5, "plan_weight": 3.0}
+    model = tiny("aht", supervised=supervised, **given)
+    images, shifts = hostile(0), torch.zeros(5)
+    free = run(model, Masked, images, shifts, None)
+    assert not free.trace.attended.all()
+    held = run(model, Masked, images, shifts, free.macs_deployed)
+    assert torch.equal(held.trace.updated, free.trace.updated)
+    assert torch.equal(held.logits, free.logits)
+
+
 @torch.no_grad()
 def test_what_is_left_is_spread_over_the_blocks() -> None:
     """An image that nobody leaves by itself: as many tokens to the end as can be paid, and one more could not."""

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from test_cli import static
 from test_compare import small
 from test_data import refused, run
@@ -238,6 +239,33 @@ def test_tables_share_what_they_have_in_common_and_a_change_touches_its_rows_alo
     assert [job.key for job in same.values()] == [job.key for job in one.values()]
     moved = planned("cifar100-main", work="elsewhere")
     assert [job.key for job in moved.values()] == [job.key for job in one.values()]
+
+
+def test_what_two_tables_train_alike_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = planned("ablation-sigma")["sigma 1.0"], planned("ablation-mass")["mass act"]
+    free = planned("ablation-threshold")["T 1.0"]  # the same training, another budget
+    assert one.key == other.key != free.key
+    assert one.training.out == other.training.out == free.training.out
+    config = ReproduceConfig(table="ablation-mass", data="d.npz", weights="none", work=str(tmp_path))
+    (job,) = [job for job in plan(config) if job.name == "mass act"]
+    row = {"status": "ok", "top1": "1", "gmacs": "1", "method": "sigma 1.0"}
+    began: list[Job] = []
+    monkeypatch.setattr(execute, "launch", lambda job, _: began.append(job))
+    batch = execute._Batch(config, [job], Console(stderr=True), math.inf, lambda _: None)
+    batch.rows[job.needs] = {"status": "ok"}
+    write_json(job.row, row)  # another call has just finished it
+    np.savez(job.correct, correct=[True], indices=[0])
+    assert batch._begin(job)
+    assert batch.rows[job.key] == row
+    assert not began
+    spec = tmp_path / "job.json"
+    write_json(spec, asdict(job))
+    monkeypatch.setattr(job_module, "run", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(job_module, "_with_parent", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        job_module.main(str(spec))
+    assert ended.value.code == 0
 
 
 def test_a_change_of_the_method_alone_leaves_static_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +492,7 @@ def test_as_many_at_a_time_as_asked_for(
             return self.returncode
 
     monkeypatch.setattr(execute, "launch", lambda job, at_a_time: Slow(job))
-    monkeypatch.setattr(execute, "read_correct", lambda path: path.exists() or None)
+    monkeypatch.setattr(job_module, "read_correct", lambda path: path.exists() or None)
     monkeypatch.setattr(execute, "_report", lambda *given, **more: [])
     monkeypatch.setattr(execute, "_POLL", 0.0)
     assert run(*words("tiny", small, tmp_path), "--jobs", 3, "--device", "cpu") == 1

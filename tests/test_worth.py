@@ -55,6 +55,12 @@ def test_all_blocks_but_the_last_have_a_supervisor() -> None:
     assert torch.equal(every(images).logits, listed(images).logits)
 
 
+def test_training_starts_where_no_block_is_left_for_a_supervisor() -> None:
+    model = tiny("aht", more={"depth": 2}, spare=1, gate="layer", start="budget", **WORTH)
+    assert model.policy.calibrate(model, pictures(), 0.7) is not None
+    assert model(pictures()).trace.attended.all()
+
+
 def test_the_least_worth_leave_first() -> None:
     model = tiny("aht", more={"depth": 3}, spare=1, start="budget", **WORTH | {"gamma": 50.0})
     images = pictures()
@@ -260,6 +266,9 @@ def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:
         ({"spare": -1}, "spare: expected a number of blocks >= 0"),
         ({"supervised": (1, 5)}, r"supervised: expected block numbers in 0..4, got 5"),
         ({"supervised": (1, 3), "spare": 2}, r"supervised: expected block numbers in 2..4, got 1"),
+        ({"supervised": ()}, r"supervised: expected at least one block number"),
+        ({"supervised": (1, 1)}, r"supervised: expected different block numbers"),
+        ({"supervised": (5,), "spare": 5}, r"supervised: expected nothing, since there is no block for it, got 5"),
         ({"sample": (0.9, 0.4)}, "sample: expected two shares, the lower first"),
         ({"sample": (0.5,)}, "sample: expected two shares"),
     ],

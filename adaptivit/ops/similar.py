@@ -269,7 +269,8 @@ def _launch(
     strides = (0, 0, 0, 0) if offsets is not None else (*one.stride(), *two.stride())
     if not images * tiles:
         return
-    broad, stages = FEW if images * tiles <= 2 * multiprocessors(units.device) else MANY
+    few = images * tiles <= 2 * multiprocessors(units.device) and width <= 128  # wider ones need too much memory
+    broad, stages = FEW if few else MANY
     _closest_kernel[(images * tiles,)](
         *(
             units,

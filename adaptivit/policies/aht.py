@@ -278,7 +278,7 @@ class AHT(Policy):
                 low, high = (middle, high) if above(goal, by_depth) else (low, middle)
             return (low + high) / 2
 
-        if self.settings.gate == "layer":  # first the same share of the patches stays in every layer
+        if self.settings.gate == "layer" and self.supervised:  # first the same share of patches stays in every layer
             self.beta.fill_(-1e4)
             fewest, most = 0.0, 1.0
             for _ in range(12):

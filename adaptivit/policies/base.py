@@ -37,7 +37,7 @@ class Policy(nn.Module):
     # leaving, so that more is cheaper; or the setting that fixes how many tokens stay; None: it cannot be dialled
     dial: str | None = None
     full_blocks = 1  # so many first blocks run with every token, whatever max_macs is
-    early = False  # it heeds view.surplus between attention and MLP, not after the block
+    early = False  # it heeds view.surplus between attention and MLP, and its own modules run behind that
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)

@@ -20,6 +20,8 @@ __all__ = ["check_blocks", "fold", "join", "thirds", "top"]
 
 def check_blocks(name: str, blocks: Iterable[int], low: int, layers: int) -> None:
     bad = [b for b in blocks if not low <= b < layers]
+    if bad and low >= layers:
+        raise UserError(f"{name}: expected nothing, since there is no block for it, got {bad[0]}.")
     if bad:
         raise UserError(f"{name}: expected block numbers in {low}..{layers - 1}, got {bad[0]}.")
 

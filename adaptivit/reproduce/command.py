@@ -17,7 +17,7 @@ def reproduce(config: ReproduceConfig) -> None:
         listing()
         return
     if config.dry_run:
-        from .execute import finished
+        from .job import finished
 
         dry_run(config, [finished(job) is not None for job in plan(config)])
         return

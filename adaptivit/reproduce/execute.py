@@ -21,8 +21,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..compare_results import Row, as_row, read_correct
+from ..compare_results import Row, as_row
 from ..files import write_json, write_text
+from .job import compare_config, finished
 from .plan import Job, ReproduceConfig, plan
 from .report import screen, write
 
@@ -34,7 +35,6 @@ def execute(config: ReproduceConfig, begun: float | None = None) -> list[Row]:
     """Run what is missing and write the results; returns all rows, failed ones too, but for those that --minutes left
     no time for. begun: when these minutes began, as time.monotonic() has it; default: now."""
     from ..compare_plan import report_images
-    from .job import compare_config
 
     jobs, console, end = plan(config), Console(stderr=True), _end(config, begun)
     report_images(compare_config(jobs[0]), jobs[0].seed)  # what is wrong with the data is said before anything runs
@@ -67,15 +67,6 @@ def _report(config: ReproduceConfig, found: dict[str, Row], plots: bool = True) 
     if rows:
         write(config, table, jobs, rows, plots)
     return rows
-
-
-def finished(job: Job) -> Row | None:
-    """The row of a job that has ended well, or nothing."""
-    try:
-        row = json.loads(job.row.read_text())
-    except (OSError, ValueError):
-        return None
-    return row if row.get("status") == "ok" and read_correct(job.correct) is not None else None
 
 
 def _keep_out_of_git(work: Path) -> None:
@@ -132,6 +123,11 @@ class _Batch:
             return False
         if start is not None and start["status"] != "ok":
             self._failed(job, f"{start['method']}, which it starts from, failed")
+            return True
+        row = finished(job)
+        if row is not None:  # by another call, meanwhile
+            self.rows[job.key] = row
+            self._say(job, "finished by another call")
             return True
         busy = {other.training.out for other, _ in self.running.values()}
         if len(self.running) >= self.config.jobs or job.training.out in busy:

@@ -26,7 +26,7 @@ from ..bench_config import CompareConfig
 from ..commands import device_of
 from ..compare import measure
 from ..compare_plan import Entry
-from ..compare_results import as_row, keep_correct
+from ..compare_results import Row, as_row, keep_correct, read_correct
 from ..config import TrainConfig
 from ..files import write_json
 from ..methods import full_spec
@@ -90,6 +90,15 @@ def read(path: str) -> Job:
     return Job(**values | {"training": TrainConfig(**values["training"])})
 
 
+def finished(job: Job) -> Row | None:
+    """The row of a job that has ended well, or nothing."""
+    try:
+        row: Row = json.loads(job.row.read_text())
+    except (OSError, ValueError):
+        return None
+    return row if row.get("status") == "ok" and read_correct(job.correct) is not None else None
+
+
 def _with_parent() -> None:
     while os.read(0, 1024):  # not through sys.stdin, whose lock Python wants when it ends
         pass
@@ -107,7 +116,7 @@ def main(path: str) -> None:
     lock = Lock(place.with_name(f".{place.name}.lock"))  # another table may be at this run
     lock.acquire()
     try:
-        row = run(job, stop.is_set)
+        row = finished(job) or run(job, stop.is_set)  # another call may have had it while this one waited
     except KeyboardInterrupt:
         raise SystemExit(STOPPED) from None
     finally:

@@ -216,7 +216,8 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
     facts |= {"weights": start.key if start else weights}
     if not run.train:
         facts |= {"epochs": 0}
-    out = Path(config.work) / "runs" / f"{_words(run.name)}-seed{seed}-{_hash(facts)}"
+    # without the row's name: what other rows and tables train, too, is trained once
+    out = Path(config.work) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{_hash(facts)}"
     key = _hash(facts | {"share": run.share, "split": config.split, "limit": config.limit})
     own = training.epochs if run.train else 0
     return Job(

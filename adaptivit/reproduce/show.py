@@ -22,7 +22,7 @@ def listing() -> None:
         grid.add_column(name, overflow="fold", no_wrap=name == "table", justify="right" if name == "epochs" else "left")
     for table in TABLES.values():
         jobs = plan(ReproduceConfig(table=table.name, dry_run=True))
-        runs = f"{len(table.runs)}" + (f" x {len(table.seeds)} seeds" if len(table.seeds) > 1 else "")
+        runs = f"{len(jobs)}" + (f", {len(table.seeds)} seeds" if len(table.seeds) > 1 else "")
         cells = (table.name, table.title, table.source, runs, str(_epochs(jobs)), table.time or "not run by us yet")
         grid.add_row(*map(Text, cells))
     console.print(grid)
