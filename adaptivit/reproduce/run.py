@@ -37,8 +37,8 @@ class Table:
     seeds: tuple[int, ...] = (0,)
     reference: str = ""  # the run that others are compared to, image by image
     pairs: tuple[tuple[str, str], ...] = ()  # runs to compare with each other too, image by image
-    curves: tuple[str, ...] = ()  # figures of the validation to draw over the epochs: top1, mean_depth; or, with
-    training: bool = False  # this, of the training batches: accuracy, mean_depth
+    curves: tuple[str, ...] = ()  # figures to draw over the epochs, of the validation (top1, mean_depth)
+    training: bool = False  # of the training batches instead (accuracy, mean_depth)
     time: str = ""  # measured, with the machine
 
     def __post_init__(self) -> None:
