@@ -7,7 +7,7 @@ papers.py      the papers' tables
 plan.py        a table on given data and weights: its jobs in order, each with its full configuration and its key
 execute.py     the jobs in processes of their own, several at a time; what is finished is not run again
 job.py         such a process: train, evaluate, write the row
-report.py      results.csv, results.md, pareto.png, curves.png
+report.py      results.csv, results.md, pareto.png or bars.png, curves.png
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ from .tables import OURS
 
 TABLES: dict[str, Table] = {table.name: table for table in (*OURS, *PAPERS)}
 
-__all__ = ["TABLES", "Run", "Table"]
+__all__ = ["OURS", "TABLES", "Run", "Table"]

@@ -3,7 +3,7 @@
 WORK/runs/      the run directory of every training
 WORK/rows/      what finished rows measured, by key: KEY.json and KEY.npz (which images were right)
 WORK/logs/      what each job said
-OUT/            results.csv, results.md, correct.npz, pareto.png, curves.csv and curves.png
+OUT/            results.csv, results.md, correct.npz, pareto.png or bars.png, curves.csv and curves.png
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a table has found: results.csv, results.md, correct.npz, pareto.png, and curves over the epochs where the table
-has some."""
+"""What a table has found: results.csv, results.md, correct.npz, pareto.png (bars.png where all rows cost the same), and
+curves over the epochs where the table has some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..compare_table import screen as table_of
 from ..evaluate import Result
 from ..files import write_bytes, write_text
 from ..pareto import pareto
+from . import bars
 from .curves import Curve, draw
 from .plan import Job, ReproduceConfig
 from .run import Table
@@ -40,7 +42,10 @@ def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list
     _write_correct(out / "correct.npz", known, rows)
     if good and plots:
         detail = f"{table.name}, {int(good[0]['images']):,} images"
-        write_bytes(out / "pareto.png", pareto(points(good), detail=detail, reference=table.reference))
+        if table.one_cost:
+            write_bytes(out / "bars.png", _bars(table, known, good, detail))
+        else:
+            write_bytes(out / "pareto.png", pareto(points(good), detail=detail, reference=table.reference))
     if curves and plots:
         columns = ("method", "seed", "epoch", *table.curves)
         write_rows(out / "curves.csv", [point for curve in curves for point in curve.rows()], columns)
@@ -84,7 +89,7 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
         ]
         text += grid(["method", "against", "seeds", "points", "p", "share", "its share"], pairs)
     if any(row["status"] == "ok" for row in rows):
-        text += ["", "![Accuracy against cost](pareto.png)"]
+        text += ["", f"![{'Rows at one cost](bars' if table.one_cost else 'Accuracy against cost](pareto'}.png)"]
     if curves:
         text += ["", f"![{'Training' if table.training else 'Validation'} over the epochs](curves.png)"]
     return "\n".join(text) + "\n"
@@ -107,21 +112,51 @@ def _caption(table: Table, rows: Sequence[Row]) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Pair:
+    """One run against another on the same images."""
+
+    first: str
+    second: str
+    seeds: list[str]  # that both have
+    mean: float  # points, the first minus the second
+    error: float  # its standard error over the images
+
+
 def versus(table: Table, known: Jobs, rows: Sequence[Row]) -> list[list[str]]:
-    """Every run against the reference, and each pair of the table, over the seeds that both have."""
-    good = {(row["method"], row["seed"]): row for row in rows if row["status"] == "ok"}
-    found = []
+    """Every run against the reference, and each pair of the table, over the seeds that both have: cells of a table."""
+    good, found = _good(rows), []
+    for pair in _pairs(table, known, rows):
+        names = (pair.first, pair.second)
+        shares = [statistics.mean(float(good[n, s]["gmacs_share"]) for s in pair.seeds) for n in names]
+        cells = [f"{pair.mean + 0.0:+.2f} ± {1.96 * pair.error:.2f}", chance(pair.mean, pair.error)]
+        found.append([*names, str(len(pair.seeds)), *cells, *(f"{100 * share:.1f} %" for share in shares)])
+    return found
+
+
+def _good(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    return {(row["method"], row["seed"]): row for row in rows if row["status"] == "ok"}
+
+
+def _pairs(table: Table, known: Jobs, rows: Sequence[Row]) -> Iterator[Pair]:
+    good = _good(rows)
     static = [(run.name, table.reference) for run in table.runs if table.reference and run.name != table.reference]
     for first, second in (*static, *table.pairs):
         seeds = [s for (name, s) in good if name == first and (second, s) in good]
-        pairs = [[read_correct(known[name, s].correct) for name in (first, second)] for s in seeds]
-        each = differences([(a, b) for a, b in pairs if a is not None and b is not None])
+        results = [[read_correct(known[name, s].correct) for name in (first, second)] for s in seeds]
+        each = differences([(a, b) for a, b in results if a is not None and b is not None])
         if len(each) > 1:
-            mean, error = float(each.mean()), float(each.std(ddof=1)) / math.sqrt(len(each))
-            shares = [statistics.mean(float(good[n, s]["gmacs_share"]) for s in seeds) for n in (first, second)]
-            cells = [f"{mean + 0.0:+.2f} ± {1.96 * error:.2f}", chance(mean, error)]
-            found.append([first, second, str(len(seeds)), *cells, *(f"{100 * share:.1f} %" for share in shares)])
-    return found
+            yield Pair(first, second, seeds, float(each.mean()), float(each.std(ddof=1)) / math.sqrt(len(each)))
+
+
+def _bars(table: Table, known: Jobs, rows: Sequence[Row], detail: str) -> bytes:
+    """The differences from the reference, in the order of the table, without the runs that others start from."""
+    good, starts, found = _good(rows), {run.start for run in table.runs}, []
+    for pair in _pairs(replace(table, pairs=()), known, rows):
+        if pair.first not in starts:
+            top1 = statistics.mean(float(good[pair.first, s]["top1"]) for s in pair.seeds)
+            found.append(bars.Bar(pair.first, pair.mean, 1.96 * pair.error, top1))
+    return bars.draw(found, table.reference, "Accuracy of rows at one cost", f"{detail}; top-1 % beside the names")
 
 
 def differences(pairs: Sequence[tuple[Result, Result]]) -> np.ndarray[Any, Any]:

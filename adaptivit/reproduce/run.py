@@ -39,6 +39,7 @@ class Table:
     pairs: tuple[tuple[str, str], ...] = ()  # runs to compare with each other too, image by image
     curves: tuple[str, ...] = ()  # figures to draw over the epochs, of the validation (top1, mean_depth)
     training: bool = False  # of the training batches instead (accuracy, mean_depth)
+    one_cost: bool = False  # rows differ in accuracy alone: no plot against cost
     time: str = ""  # measured, with the machine
 
     def __post_init__(self) -> None:

@@ -74,12 +74,13 @@ def _protocol(epochs: int, first: str = f"on CIFAR-100 for {FIRST['epochs']} epo
 
 _GOES_ON = _protocol(CIFAR100["epochs"])
 _ABLATED = _protocol(ABLATION_EPOCHS) + " One thing differs between the rows."
+_CURVES: Mapping[str, Any] = {"curves": ("accuracy", "mean_depth"), "training": True}
 _CIFAR = "CIFAR-100 as an .npz or folder with train and test"
 
 
 def _cifar(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
     given = {"protocol": _GOES_ON, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
-    given |= {"curves": ("accuracy", "mean_depth"), "training": True}
+    given |= _CURVES
     given |= {"time": "3 to 10 minutes a row, about 10 of them side by side on an H200"}
     return Table(name, title, runs=(*_first(**FIRST), *runs), **given)
 
@@ -88,7 +89,9 @@ def _short(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
     """Few epochs, and with every seed from the one static model."""
     first = replace(_first(**FIRST)[0], seed=0)
     on = Run(TRAINED_ON, "static", start=STATIC, change={"epochs": ABLATION_EPOCHS})
-    given: dict[str, Any] = {"data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
+    given: dict[str, Any] = {"data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON, "one_cost": True}
+    given |= {"time": "2 to 6 minutes a row, compiling included, about 10 of them side by side on an H200"}
+    given |= {**_CURVES, **more}
     given["protocol"] += (
         " All seeds go on from the static model of seed 0, which has seen some of the validation images of other "
         "seeds; these set the cost, nothing else."

@@ -1,0 +1,65 @@
+"""Tables whose rows cost the same are drawn as differences, not against cost."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_compare import small
+from test_data import run
+from test_reproduce import TINY, launched, words
+
+from adaptivit.compare_results import read_correct
+from adaptivit.evaluate import paired_difference
+from adaptivit.reproduce import OURS, TABLES, Run, Table, bars
+from adaptivit.reproduce.plan import ReproduceConfig, plan
+
+_ = small, launched  # fixtures
+
+
+def pixels(data: bytes) -> Any:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("L"))
+
+
+def test_ingredients_and_ablations_are_tables_of_one_cost() -> None:
+    one = {table.name for table in OURS if table.one_cost}
+    assert one == {t.name for t in OURS if t.name.startswith("ablation-")} | {"cifar100-ingredients"}
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_table_of_one_cost(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = (
+        Run("static", "static", change={"distill": 0.0}),
+        Run("trained on", "static", start="static"),
+        Run("EViT", "evit:keep=0.5", start="static"),
+        Run("fold", "fold:budget=0.7", start="static"),
+    )
+    table = Table("one", "", "", runs, "", shared=TINY.shared, seeds=(0, 3), reference="trained on", one_cost=True)
+    monkeypatch.setitem(TABLES, "one", table)
+    drawn: list[bars.Bar] = []
+    draw = bars.draw
+    monkeypatch.setattr(bars, "draw", lambda found, *rest: drawn.extend(found) or draw(found, *rest))
+    assert run(*words("one", small, tmp_path), "--device", "cpu") == 0
+    assert (tmp_path / "out" / "bars.png").exists()
+    assert not (tmp_path / "out" / "pareto.png").exists()
+    assert "](bars.png)" in (tmp_path / "out" / "results.md").read_text()
+    assert [bar.name for bar in drawn] == ["EViT", "fold"]  # not what all go on from, nor the reference
+    config = ReproduceConfig(table="one", data=str(small), weights="none", work=str(tmp_path / "work"))
+    right = {(job.name, job.seed): read_correct(job.correct) for job in plan(config)}
+    for bar in drawn:
+        each = [paired_difference(right[bar.name, s], right["trained on", s])[0] for s in (0, 3)]  # type: ignore[arg-type]
+        assert bar.points == pytest.approx(np.mean(each))
+        assert bar.top1 == pytest.approx(np.mean([right[bar.name, s].top1 for s in (0, 3)]), abs=1e-3)  # type: ignore[union-attr]
+
+
+def test_long_names_and_far_rows_are_inside_the_picture() -> None:
+    found = [bars.Bar("a name that is longer than all the others of this table", -0.5, 0.4, 83.5)]
+    found += [bars.Bar("far", -40.0, 1.0, 44.0)]
+    image = pixels(bars.draw(found, "static", "title", "detail"))
+    assert (image[:, :4] > 250).all()  # nothing is cut off at the left
+    assert (image < 200).any()
+    assert pixels(bars.draw(found[:1], "static", "title", "detail")).shape[0] < image.shape[0]
