@@ -170,8 +170,8 @@ if triton is not None:
         if BIAS:
             total += tl.load(bias_pointer + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
         if PROBED:
+            row = m + tl.arange(0, total.shape[0])
             if (probe >= n) & (probe < n + TN):
-                row = m + tl.arange(0, total.shape[0])
                 seen = tl.sum(tl.where((column == probe)[None, :], total, 0.0), 1)
                 tl.store(seen_pointer + row, seen, mask=row < rows)
         if GELU:
