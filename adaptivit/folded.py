@@ -13,11 +13,13 @@ the norms that it can. From then on rows are measured for these alone.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import fused
 from .backbone import Taps
@@ -25,6 +27,18 @@ from .fused import Product
 from .layouts import PackedOnDevice
 from .ops.kernels import precision
 from .ops.norm_folded import fold
+
+_steps = [0]
+
+
+@cache
+def _count_steps() -> None:
+    """From now on count the steps of all optimisers: fused ones change weights, and torch does not count it."""
+
+    def count(*_: Any) -> None:
+        _steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 def _weights(norm: Any, product: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -75,6 +89,7 @@ class Folded:
     def settle(self) -> bool:
         """After the first pass: fold what it did, and nothing else. Whether there is anything."""
         self._learns = False
+        _count_steps()
         self._watched = [t for pair in self._pairs() for t in _weights(*pair[1:]) if t is not None]
         self._version = self._count()
         return self.norms > 0
@@ -88,8 +103,8 @@ class Folded:
         return found
 
     def _count(self) -> int:
-        """Grows with every change of a weight that torch knows of."""
-        return sum(t._version for t in self._watched)
+        """Grows with every change of a weight that torch counts, and with every step of an optimiser."""
+        return sum(t._version for t in self._watched) + _steps[0]
 
     def update(self) -> None:
         """Fold again if a weight has changed."""

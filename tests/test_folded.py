@@ -21,7 +21,7 @@ from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.dial import Turn
 from adaptivit.folded import Folded, possible
 from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
-from adaptivit.layouts.base import Moments
+from adaptivit.layouts.base import Moments, Stream
 from adaptivit.model import AdaptiveViT
 from adaptivit.ops import kernels
 from adaptivit.output import Output
@@ -154,6 +154,8 @@ def test_a_plan_that_moves_less_folds_more(calls: dict[str, int]) -> None:
 @here
 def test_few_rows_are_not_measured(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """34 rows, of which 20 are expected from the third block on."""
+    rows, moments = torch.zeros(3, 16), Moments(torch.zeros(1, 2, 3), 16)
+    assert [fused.foldable(Stream(rows, None, None, n, moments)) for n in (1024, 1025)] == [False, True]
     model = make("aht")
     expected = others.run(model, images_of(), "masked", False)
     plan = Plan(frozenset({1}), (34, 34, 20, 20))
@@ -246,8 +248,15 @@ def changed_by_training(model: AdaptiveViT) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         for p in model.vit.parameters():
             p.grad = torch.randn_like(p)
-        for optimiser in (torch.optim.SGD, torch.optim.AdamW):
-            optimiser(model.vit.parameters(), lr=0.1).step()
+        torch.optim.SGD(model.vit.parameters(), lr=0.1).step()
+
+
+def changed_by_a_fused_optimiser(model: AdaptiveViT) -> None:
+    """Which does not count it as a change."""
+    with torch.inference_mode(False), torch.enable_grad():
+        for p in model.vit.parameters():
+            p.grad = torch.randn_like(p)
+        torch.optim.AdamW(model.vit.parameters(), lr=0.1, fused=True).step()
 
 
 def changed_in_one_place(model: AdaptiveViT) -> None:
@@ -255,7 +264,13 @@ def changed_in_one_place(model: AdaptiveViT) -> None:
         model.vit.blocks[2].norm1.bias[3] += 2.0
 
 
-CHANGES = [changed_by_hand, changed_from_a_file, changed_by_training, changed_in_one_place]
+CHANGES = [
+    changed_by_hand,
+    changed_from_a_file,
+    changed_by_training,
+    changed_by_a_fused_optimiser,
+    changed_in_one_place,
+]
 
 
 @here
