@@ -18,6 +18,7 @@ from .compiling import compiled
 from .decision import Trace
 from .dial import Budgets, Turn, turns
 from .errors import UserError
+from .folded import Folded, possible
 from .layouts import PackedOnDevice
 from .output import Output
 
@@ -30,6 +31,9 @@ class Captured:
 
     Weights may be trained on between calls; settings of the policy, device and dtype may not change. A budget may,
     where the policy's dial shifts scores; one that fixes counts, and with them all shapes, stays as it was.
+
+    With `fold_norms` norms are worked into copies of the weights behind them (folded.py), which every call brings up to
+    date where weights have changed. A change through `.data` is not seen: call refresh() then.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Captured:
         profile: Tensor | Trace | Sequence[float] | None = None,
         compile: bool = True,
         warm_up: int = 3,
+        fold_norms: bool = True,
     ) -> None:
         weight = next(model.parameters())
         if weight.device.type != "cuda":
@@ -62,11 +67,14 @@ class Captured:
                 self.plan = schedule.plan(model, batch, profile)
             plan, turn = self.plan, self._first_turn()
             self._turn = turn
-            self._pattern = model._run(choice, self._images, plan=plan, turn=turn)
+            folded = Folded(model.vit) if fold_norms and choice.fused and possible(model.vit) else None
+            self._pattern = model._run(choice, self._images, plan=plan, turn=turn, folded=folded)
+            folded = None if folded is None or not folded.settle() else folded
+            self._folded = folded
             first, _ = _masks(self._pattern)
 
             def run(images: Tensor) -> list[Tensor]:
-                return _tensors(model._run(choice, images, plan=plan, turn=turn), first)
+                return _tensors(model._run(choice, images, plan=plan, turn=turn, folded=folded), first)
 
             step: Callable[[Tensor], list[Tensor]] = run
             if self.compiled:
@@ -116,10 +124,17 @@ class Captured:
         if any(weight.data_ptr() != place for weight, place in self._ends):
             raise UserError("The model was converted or moved after capture; capture it again.")
         with torch.inference_mode():
+            if self._folded is not None:
+                self._folded.update()
             self._set(images, budget, max_macs)
             self._images[: len(images)].copy_(images)
             self._graph.replay()
             return _answer(self._pattern, self._made, len(images))
+
+    def refresh(self) -> None:
+        """Take over weights that were changed in a way that torch does not count (`weight.data`)."""
+        if self._folded is not None:
+            self._folded.refresh()
 
     def _check(self, images: Tensor) -> None:
         self.model._check(images)
@@ -137,7 +152,8 @@ class Captured:
         moves = None if self.plan is None else self.plan.moves
         when = "wherever tokens leave" if moves is None else "after blocks " + ", ".join(map(str, sorted(moves)))
         rows = "" if self.plan is None else f"; rows move {when if moves != frozenset() else 'never (dense)'}"
-        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}"
+        norms = "" if self._folded is None else f"; {self._folded.norms} norms inside products"
+        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}{norms}"
 
 
 def _masks(output: Output) -> tuple[list[int], list[int]]:

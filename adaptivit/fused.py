@@ -4,12 +4,14 @@ Shapes: B images, N slots, D width, H heads, d head width; R rows of a layout.
 
 A block is seven kernels: norm (which also carries out a pending move), qkv, attention, projection + residual, norm
 (which also reads the supervisor's element of fc1), fc1 + GELU, fc2 + residual; five with few rows, where a norm and its
-product are one. Attributes are read from the timm modules at every call: nothing is copied, so weights may change
+product are one, and five in a captured pass wherever no move is pending, where a norm is worked into the product behind
+it (folded.py). Attributes are read from the timm modules at every call: nothing is copied here, so weights may change
 between calls.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +23,25 @@ from torch import Tensor, nn
 from . import backbone
 from .backbone import Taps
 from .layouts import PackedOnDevice
-from .layouts.base import Stream
+from .layouts.base import Moments, Stream
 from .ops.kernels import usable
 from .ops.linear import linear
 from .ops.norm import norm
+from .ops.norm_folded import measured, normed, piece
 from .ops.norm_linear import norm_linear, split
 from .ops.patches import patches
 
 FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with the norm before it worked in (ops/norm_folded.py)."""
+
+    weight: Tensor  # [N, D]
+    sums: Tensor  # [N] float32
+    shift: Tensor  # [N] float32
+    eps: float
 
 
 def refusal(vit: VisionTransformer, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -89,10 +102,17 @@ def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     return vit.norm_pre(rows)
 
 
-def attention(block: Any, layout: PackedOnDevice, taps: Taps) -> None:
-    """The first residual branch, in place of the layout's rows."""
+def foldable(stream: Stream) -> bool:
+    """Whether the norm of these rows can be worked into the product behind it."""
+    return stream.moments is not None and stream.index is None and stream.expected > FEW_ROWS
+
+
+def attention(
+    block: Any, layout: PackedOnDevice, taps: Taps, qkv_folded: Product | None = None, measures: bool = False
+) -> None:
+    """The first residual branch, in place of the layout's rows; `measures`: with the moments of what it writes."""
     attn, stream = block.attn, layout.stream()
-    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv)
+    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv, qkv_folded)
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
@@ -102,14 +122,17 @@ def attention(block: Any, layout: PackedOnDevice, taps: Taps) -> None:
     if "ghost" in taps.wanted:
         taps.give("ghost", backbone.ghost(block, layout, k, v))
     del q, k, v, qkv
-    layout.put(_added(out, attn.proj, kept, block.ls1, count, expected))
+    layout.put(*_added(out, attn.proj, kept, block.ls1, count, expected, measures))
 
 
-def mlp(block: Any, layout: PackedOnDevice, taps: Taps) -> None:
+def mlp(
+    block: Any, layout: PackedOnDevice, taps: Taps, fc1_folded: Product | None = None, measures: bool = False
+) -> None:
     """The second residual branch."""
     ffn, stream = block.mlp, layout.stream()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
-    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, gelu=True, probe=taps.index if wanted else -1)
+    probe = taps.index if wanted else -1
+    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, gelu=True, probe=probe)
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream
@@ -118,16 +141,21 @@ def mlp(block: Any, layout: PackedOnDevice, taps: Taps) -> None:
             taps.give("fc1", layout.grid(seen))
         if "gelu" in taps.wanted:
             taps.give("gelu", layout.grid(F.gelu(seen)))
-    layout.put(_added(hidden, ffn.fc2, kept, block.ls2, count, expected))
+    layout.put(*_added(hidden, ffn.fc2, kept, block.ls2, count, expected, measures))
 
 
 def _normed(
-    stream: Stream, norm1: Any, product: Any, *, gelu: bool = False, probe: int = -1
+    stream: Stream, norm1: Any, product: Any, folded: Product | None, *, gelu: bool = False, probe: int = -1
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Norm and product: out [R, N], the rows themselves at their new place [R, D], an element of the product [R]."""
+    if folded is not None and stream.moments is not None and foldable(stream):
+        known: Any = (stream.moments.values, stream.moments.width, folded.eps)
+        rest: Any = (folded.weight, folded.sums, folded.shift, stream.count, probe, gelu, stream.expected)
+        out, seen = normed(stream.rows, *known, *rest)
+        return out, stream.rows, seen
     gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
     if stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None:
-        rest: Any = (stream.index, stream.count, probe, gelu)
+        rest = (stream.index, stream.count, probe, gelu)
         return norm_linear(stream.rows, gain, offset, eps, product.weight, product.bias, *rest)
     row = None if probe < 0 else product.weight[probe]
     shift = None if probe < 0 or product.bias is None else product.bias[probe : probe + 1]
@@ -136,8 +164,17 @@ def _normed(
 
 
 def _added(
-    rows: Tensor, product: Any, residual: Tensor, layer_scale: nn.Module, count: Tensor | None, expected: int
-) -> Tensor:
-    """residual + scale * product(rows) [R, D]."""
+    rows: Tensor,
+    product: Any,
+    residual: Tensor,
+    layer_scale: nn.Module,
+    count: Tensor | None,
+    expected: int,
+    measures: bool,
+) -> tuple[Tensor, Moments | None]:
+    """residual + scale * product(rows) [R, D], and its moments where they are asked for and may be of use."""
     scale = layer_scale.gamma if isinstance(layer_scale, LayerScale) else None
-    return linear(rows, product.weight, product.bias, residual, scale, count, False, expected)
+    if not measures or expected <= FEW_ROWS:
+        return linear(rows, product.weight, product.bias, residual, scale, count, False, expected), None
+    out, values = measured(rows, product.weight, product.bias, residual, scale, count, expected)
+    return out, Moments(values, piece(expected, out.shape[1], out.dtype))

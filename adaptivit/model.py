@@ -20,6 +20,7 @@ from .capture import Captured
 from .cost import CostModel
 from .decision import Trace
 from .errors import UserError
+from .folded import Folded
 from .forward import forward
 from .layouts import Layout, PackedOnDevice, Plan
 from .output import Output
@@ -84,12 +85,13 @@ class AdaptiveViT(nn.Module):
         ask: Collection[str] = (),
         plan: Plan | None = None,
         turn: dial.Turn | None = None,
+        folded: Folded | None = None,
     ) -> Output:
         turn = dial.Turn(self.policy) if turn is None else turn
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
-        blocks: Any = fused if choice.fused else backbone
+        blocks: Any = backbone if not choice.fused else fused if folded is None else folded
         if blocks is backbone and self.regional and (self.training or not choice.type.compact):
             blocks = regional
         if self.recompute and self.training and torch.is_grad_enabled():
@@ -167,14 +169,16 @@ class AdaptiveViT(nn.Module):
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
         compile: bool = True,
+        fold_norms: bool = True,
     ) -> Captured:
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
         GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (up to half a minute, once).
+        kernels first (up to half a minute, once). fold_norms: work LayerNorms into the products behind them, where
+        rows do not move.
         """
-        return Captured(self, batch, layout, profile, compile)
+        return Captured(self, batch, layout, profile, compile, fold_norms=fold_norms)
 
     def explain_layout(self, layout: str = "auto") -> str:
         """Which layout would run now, with which kernels, and why, in a line."""

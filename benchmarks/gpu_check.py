@@ -7,14 +7,13 @@ for machines where nothing can be installed. Exit code 1 where something is wron
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
+import gpu_check_folded as folded
 import torch
+from gpu_report import BOUND, WRONG, attempt, close, noise, rows_of, same
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import adaptivit
 from adaptivit.model import AdaptiveViT
@@ -35,37 +34,6 @@ from adaptivit.ops import (
     weighted_kernels,
 )
 from adaptivit.profiles import drawn_trace
-
-WRONG: list[str] = []
-BOUND = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-
-
-def close(name: str, out: Tensor, reference: Tensor, bound: float, least: float = 1e-2) -> None:
-    """The error relative to the reference, or to `least` where that is nearly zero."""
-    out, reference = out.detach().double(), reference.detach().double()
-    error = float((out - reference).norm() / reference.norm().clamp_min(least))
-    good = bool(torch.isfinite(out).all()) and error <= bound
-    if not good:
-        WRONG.append(name)
-    print(f"{'ok   ' if good else 'WRONG'} {name:70} {error:.1e} (at most {bound:.0e})", flush=True)
-
-
-def attempt(name: str, run: Callable[[], None]) -> None:
-    try:
-        run()
-    except Exception as error:
-        WRONG.append(name)
-        print(f"WRONG {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-
-
-def noise(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
-
-
-def rows_of(live: int, x: Tensor) -> Tensor:
-    """x with NaN behind the live rows."""
-    x[live:] = float("nan")
-    return x
 
 
 def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
@@ -187,12 +155,6 @@ def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:
         close(f"weighted {name} {str(dtype)[6:]} d {width} n {tokens}", a.grad, b.grad, 3 * BOUND[dtype], 1.0)
 
 
-def same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    good = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    print(f"{'ok   ' if good else 'WRONG'} {name}", flush=True)
-    WRONG.extend([] if good else [name])
-
-
 @torch.inference_mode()
 def check_selection(batch: int, slots: int) -> None:
     name, wanted = f"of {batch} images of {slots}", slots * 2 // 3
@@ -257,10 +219,12 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
 
 
 @torch.inference_mode()
-def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype, compiled: bool) -> None:
+def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype, compiled: bool, batch: int = 5) -> None:
+    """Five images are few rows, seven many."""
     torch.manual_seed(0)
-    model = adaptivit.create("deit_tiny_patch16_224", policy, **settings).cuda().to(dtype)
-    images = noise(5, 3, 224, 224, dtype=dtype)
+    with torch.inference_mode(False):
+        model = adaptivit.create("deit_tiny_patch16_224", policy, **settings).cuda().to(dtype)
+    images = noise(batch, 3, 224, 224, dtype=dtype)
     model(images)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -268,16 +232,15 @@ def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype, co
         out = model(images)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    shown = f"{policy} {', '.join(settings)}"
-    again = AdaptiveViT(model.vit.float(), "replay", {"trace": out.trace}).eval()
+    shown = f"{policy} {', '.join(settings)}, {batch} images"
+    again = AdaptiveViT(copy.deepcopy(model.vit).float(), "replay", {"trace": out.trace}).eval()
     close(
         f"{shown} {str(dtype)[6:]}, {out.layout}",
         out.logits,
         again(images.float(), layout="masked").logits,
         3e-2,
     )
-    model = model.to(dtype)
-    captured = model.capture(5, compile=compiled)
+    captured = model.capture(batch, compile=compiled)
     some = images[:2] if policy == "replay" else images[:2].flip(0).contiguous()  # a replay knows places, not images
     one, two = captured(images), captured(some)
     close(f"{shown}, captured", one.logits, out.logits, 2e-2)
@@ -323,11 +286,13 @@ def check_kernels() -> None:
     at, lead = noise(196, 192, dtype=torch.bfloat16), noise(2, 192, dtype=torch.bfloat16)
     want = patches.reference(*(t.double() for t in (pixels, w, b, at, lead)), (16, 16))
     close("patches", patches.patches(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
+    folded.check_kernels()
+    folded.check_models(compiled=False)
     check_models(compiled=False)
 
 
-def policies() -> list[tuple[str, dict[str, object]]]:
-    trace = drawn_trace([1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], batch=5, tokens=197, seed=1)
+def policies(batch: int) -> list[tuple[str, dict[str, object]]]:
+    trace = drawn_trace([1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], batch=batch, tokens=197, seed=1)
     return [
         *(("static", {}), ("static", {"depth": 5}), ("replay", {"trace": trace})),
         ("aht", {"gamma": 10, "beta": -4.0}),
@@ -341,17 +306,28 @@ def policies() -> list[tuple[str, dict[str, object]]]:
 
 
 def check_models(compiled: bool, part: int = 0, parts: int = 1) -> None:
-    for policy, settings in policies()[part::parts]:
-        attempt(policy, lambda p=policy, s=settings: check_model(p, s, torch.bfloat16, compiled))  # type: ignore[misc]
+    for batch in (5, 7):
+        for policy, settings in policies(batch)[part::parts]:
+            attempt(
+                policy,
+                lambda p=policy, s=settings, b=batch: check_model(p, s, torch.bfloat16, compiled, b),  # type: ignore[misc]
+            )
 
 
 def main() -> None:
     """every N-th policy, from the I-th (0 first), captured after torch.compile, and nothing else: run N side by side"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", metavar="I/N", help=main.__doc__)
+    parser.add_argument("--folded", action="store_true", help="norms inside products alone, compiled too")
     given = parser.parse_args()
-    if given.compiled:
-        check_models(True, *map(int, given.compiled.split("/")))
+    if given.folded:
+        folded.check_kernels()
+        folded.check_models(compiled=False)
+        folded.check_models(compiled=True)
+    elif given.compiled:
+        share = [int(part) for part in given.compiled.split("/")]
+        folded.check_models(True, *share)
+        check_models(True, *share)
     else:
         check_kernels()
     print(f"{len(WRONG)} wrong: {WRONG}")

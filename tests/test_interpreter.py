@@ -11,6 +11,8 @@ import pytest
 from interpreted import INTERPRETED, ON_GPU
 
 FILES = (
+    "test_folded.py",
+    "test_folded_kernels.py",
     "test_fused.py",
     "test_kernels.py",
     "test_merge_kernels.py",

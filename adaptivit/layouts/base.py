@@ -62,6 +62,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """What is known of the rows for the norm to come (ops/norm_folded.py)."""
+
+    values: Tensor  # [P, 2, R] mean and squared distances from it, of every `width` columns
+    width: int
+
+
+@dataclass(frozen=True)
 class Stream:
     """A layout's rows as the fused kernels take them."""
 
@@ -69,6 +77,7 @@ class Stream:
     index: Tensor | None = None  # [R] where each row is to be taken from first
     count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
     expected: int = 0  # rows that are expected
+    moments: Moments | None = None  # of the rows, where they have been measured
 
 
 class Layout(ABC):

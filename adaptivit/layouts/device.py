@@ -17,7 +17,7 @@ from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
 from ..ops.back import back
 from ..ops.merge import merge
-from .base import Layout, Plan, Stream, same_count
+from .base import Layout, Moments, Plan, Stream, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
 
@@ -25,6 +25,7 @@ class PackedOnDevice(Layout):
     name = "packed"
     _held: Tensor  # [R, D] rows, moved or still to be moved
     _index: Tensor | None  # [R] where each row is now, while a move is pending
+    _moments: Moments | None  # of the rows held
 
     def __init__(self, x: Tensor, read: int, plan: Plan | None = None) -> None:
         super().__init__(x, read)
@@ -45,14 +46,15 @@ class PackedOnDevice(Layout):
         """[R, D] where they belong, though the move may still be pending."""
         return self._held if self._index is None else self._held[self._index]
 
-    def put(self, rows: Tensor) -> None:
-        self._held = rows
+    def put(self, rows: Tensor, moments: Moments | None = None) -> None:
+        self._held, self._moments = rows, moments
         self._index = None
 
     def stream(self) -> Stream:
         """The rows for the fused kernels (fused.py)."""
         expected = self.plan.expected(self.layer, self.batch * self.slots)
-        return Stream(self._held, self._index, self.offsets[-1:] if self._counted else None, expected)
+        count = self.offsets[-1:] if self._counted else None
+        return Stream(self._held, self._index, count, expected, self._moments)
 
     @property
     def longest(self) -> int:
@@ -192,7 +194,7 @@ class GatheredOnDevice(PackedOnDevice):
         return same_count(stay, count)
 
     def stream(self) -> Stream:
-        return Stream(self._held, self._index, expected=len(self.cells))
+        return Stream(self._held, self._index, expected=len(self.cells), moments=self._moments)
 
     def _each(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B, n, ...]"""

@@ -1,0 +1,441 @@
+"""Whole passes with norms worked into their products (folded.py) against timm's modules on `masked`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import test_fused as others
+import torch
+from conftest import randomise
+from interpreted import DEVICE, here, on_gpu
+from test_fused import BACKBONES, CONFIG, HALTING, LARGER, REPLAYED, TRACES, assert_near, assert_same, images_of, make
+from test_fused import replaying as replayed
+from torch import Tensor
+
+import adaptivit
+from adaptivit import capture, fused
+from adaptivit import folded as folding
+from adaptivit.decision import Drop, Merge, Skip
+from adaptivit.dial import Turn
+from adaptivit.folded import Folded, possible
+from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
+from adaptivit.layouts.base import Moments, Stream
+from adaptivit.model import AdaptiveViT
+from adaptivit.ops import kernels
+from adaptivit.output import Output
+
+pytestmark = others.pytestmark
+_restored = others._restored
+fresh_compiler = others.fresh_compiler
+NORMS = 2 * CONFIG["depth"]
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of rows is many."""
+    monkeypatch.setattr(fused, "FEW_ROWS", -1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each kernel has run."""
+    found = dict.fromkeys(("norm", "normed", "measured", "linear", "norm_linear"), 0)
+
+    def counting(name: str) -> Any:
+        run = getattr(fused, name)
+
+        def counted(*args: Any) -> Any:
+            found[name] += 1
+            return run(*args)
+
+        return counted
+
+    for name in found:
+        monkeypatch.setattr(fused, name, counting(name))
+    return found
+
+
+def run(model: AdaptiveViT, images: Tensor, layout: str, folded: Folded | None, plan: Plan | None = None) -> Output:
+    kernels.on_cpu = True
+    with torch.inference_mode():
+        choice = model._choose(layout, images.device)
+        assert choice.fused
+        return model._run(choice, images, plan=plan, folded=folded)
+
+
+def settled(model: AdaptiveViT, layout: str = "packed", plan: Plan | None = None) -> Folded:
+    """As `capture` makes it."""
+    folded = Folded(model.vit)
+    run(model, images_of(seed=9), layout, folded, plan)
+    folded.settle()
+    return folded
+
+
+def check(
+    model: AdaptiveViT, calls: dict[str, int], layouts: tuple[str, ...] = (), plan: Plan | None = None
+) -> tuple[Output, int]:
+    """The pass that finds out what to fold, and those after it, are those of `masked`; and how many norms are folded:
+    for each of them rows are measured, and for no others."""
+    images, norms = images_of(), 0
+    expected = others.run(model, images, "masked", False)
+    for layout in layouts or (("packed", "gathered") if model.policy.equal else ("packed",)):
+        folded = Folded(model.vit)
+        assert_same(run(model, images, layout, folded, plan), expected)
+        norms = folded.norms
+        assert folded.settle() == (norms > 0)
+        calls.update(dict.fromkeys(calls, 0))
+        found = run(model, images, layout, folded, plan)
+        assert found.layout == layout
+        assert_same(found, expected)
+        assert folded.norms == norms
+        assert calls["normed"] == calls["measured"] == norms
+        assert calls["norm"] == 2 * len(model.vit.blocks) - norms
+        assert calls["norm_linear"] == 0
+    return expected, norms
+
+
+# -- passes ---------------------------------------------------------------------------------------------------------
+# Of eight norms, the first has no product before it, and the last is often for the class token alone.
+FOLDED = {
+    "static": 6,
+    "aht": 3,  # tokens leave after every block
+    "aht, mean field": 4,
+    "aht, folds": 3,
+    "avit": 4,
+    "evit": 4,  # between attention and MLP of three blocks
+    "dynamicvit": 3,
+    "tome": 3,
+    "fold": 4,
+    "amod": 4,
+    "mod": 4,
+}
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("case", FOLDED)
+def test_policies(case: str, calls: dict[str, int]) -> None:
+    output, norms = check(make(case, {"init_values": 0.5}), calls)
+    assert case == "static" or not output.trace.attended.all()
+    assert norms == FOLDED[case]
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_backbones(kind: str, calls: dict[str, int]) -> None:
+    if kind == "odd hidden width":
+        pytest.skip("refused")
+    _, norms = check(make("aht", BACKBONES[kind]), calls)
+    assert norms > 0
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("moves", [None, frozenset()], ids=["moves", "still"])
+def test_replay(name: str, moves: frozenset[int] | None, calls: dict[str, int]) -> None:
+    whole = moves is None and name.startswith("equal")
+    _, norms = check(replayed(TRACES[name]), calls, ("packed", "gathered") if whole else ("packed",), Plan(moves))
+    assert 0 < norms < NORMS
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_a_plan_that_moves_less_folds_more(calls: dict[str, int]) -> None:
+    """aht lets tokens leave after every block; where their rows stay, so does what is known of them."""
+    model = make("aht")
+    found = [check(model, calls, plan=Plan(moves))[1] for moves in (None, frozenset({1}), frozenset())]
+    assert found == [3, 5, 6]
+
+
+@here
+def test_few_rows_are_not_measured(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """34 rows, of which 20 are expected from the third block on."""
+    rows, moments = torch.zeros(3, 16), Moments(torch.zeros(1, 2, 3), 16)
+    assert [fused.foldable(Stream(rows, None, None, n, moments)) for n in (1024, 1025)] == [False, True]
+    model = make("aht")
+    expected = others.run(model, images_of(), "masked", False)
+    plan = Plan(frozenset({1}), (34, 34, 20, 20))
+    for few, norms, measured in ((25, 3, 4), (34, 0, 0)):
+        monkeypatch.setattr(fused, "FEW_ROWS", few)
+        calls.update(dict.fromkeys(calls, 0))
+        folded = Folded(model.vit)
+        assert_same(run(model, images_of(), "packed", folded, plan), expected)
+        assert (calls["normed"], calls["measured"]) == (norms, measured)
+        assert folded.settle() == (norms > 0)
+        assert_same(run(model, images_of(), "packed", folded, plan), expected)
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("feature", ["fc1", "gelu", "received", "class_row"])
+def test_what_a_supervisor_reads(feature: str, calls: dict[str, int]) -> None:
+    model = adaptivit.create(CONFIG, "aht", feature=feature, index=3, **HALTING)
+    randomise(model.vit)
+    output, norms = check(model.to(DEVICE), calls)
+    assert not output.trace.attended.all()
+    assert norms == 3
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_only_who_folds_measures(calls: dict[str, int]) -> None:
+    run(make("static"), images_of(), "packed", None)
+    assert calls["measured"] == calls["normed"] == 0
+    assert calls["norm"] == NORMS
+
+
+# -- rows that change are not known any more ---------------------------------------------------------------------------
+def known(kind: type[PackedOnDevice], batch: int = 2, slots: int = 6, width: int = 16) -> PackedOnDevice:
+    x = torch.randn(batch, slots, width, device=DEVICE)
+    layout = kind(x, 1)
+    assert layout.stream().moments is None
+    rows = layout.rows.clone()
+    layout.put(rows, Moments(torch.zeros(1, 2, len(rows), device=DEVICE), width))
+    assert fused.foldable(layout.stream())
+    return layout
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("kind", [PackedOnDevice, GatheredOnDevice])
+@torch.inference_mode()
+def test_what_is_known_of_rows_is_forgotten_when_they_change(kind: type[PackedOnDevice]) -> None:
+    kernels.on_cpu = True
+    slot = torch.arange(6, device=DEVICE).expand(2, -1)
+    layout = known(kind)
+    layout.put(layout.rows)
+    assert layout.stream().moments is None
+
+    layout = known(kind)
+    layout.merge(Merge(torch.where(slot == 5, 4, slot), torch.ones(2, 6, device=DEVICE)))
+    assert layout.stream().moments is None
+
+    layout = known(kind)
+    layout.sit_out(Skip(slot == 3))
+    assert not fused.foldable(layout.stream())
+    layout.come_back()
+    assert layout.stream().moments is None
+
+    layout = known(kind)
+    layout.drop(Drop(slot == 3))
+    assert not fused.foldable(layout.stream())
+    layout.put(layout.rows)
+    assert layout.stream().moments is None
+
+    layout = known(kind)
+    layout.plan = Plan(frozenset())
+    layout.drop(Drop(slot == 3))
+    assert fused.foldable(layout.stream())  # the rows stay where they are
+    assert Ending(layout).stream().moments is None
+
+
+# -- weights that change ----------------------------------------------------------------------------------------------
+def changed_by_hand(model: AdaptiveViT) -> None:
+    randomise(model.vit, 5)
+
+
+def changed_from_a_file(model: AdaptiveViT) -> None:
+    other = copy.deepcopy(model.vit)
+    randomise(other, 5)
+    model.vit.load_state_dict(other.state_dict())
+
+
+def changed_by_training(model: AdaptiveViT) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        for p in model.vit.parameters():
+            p.grad = torch.randn_like(p)
+        torch.optim.SGD(model.vit.parameters(), lr=0.1).step()
+
+
+def changed_by_a_fused_optimiser(model: AdaptiveViT) -> None:
+    """Which does not count it as a change."""
+    with torch.inference_mode(False), torch.enable_grad():
+        for p in model.vit.parameters():
+            p.grad = torch.randn_like(p)
+        torch.optim.AdamW(model.vit.parameters(), lr=0.1, fused=True).step()
+
+
+def changed_in_one_place(model: AdaptiveViT) -> None:
+    with torch.inference_mode():
+        model.vit.blocks[2].norm1.bias[3] += 2.0
+
+
+CHANGES = [
+    changed_by_hand,
+    changed_from_a_file,
+    changed_by_training,
+    changed_by_a_fused_optimiser,
+    changed_in_one_place,
+]
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_may_change(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = make("static"), images_of()
+    folded = settled(model)
+    held = [t.data_ptr() for product, *_ in folded._pairs() for t in (product.weight, product.sums, product.shift)]
+    before = others.run(model, images, "masked", False).logits
+    change(model)
+    after = others.run(model, images, "masked", False)
+    assert float((after.logits - before).abs().max()) > 1e-3
+    with torch.inference_mode():
+        folded.update()
+    assert_same(run(model, images, "packed", folded), after)
+    assert held == [
+        t.data_ptr() for product, *_ in folded._pairs() for t in (product.weight, product.sums, product.shift)
+    ]
+    monkeypatch.setattr(Folded, "refresh", lambda self: pytest.fail("nothing has changed"))
+    folded.update()
+
+
+@here
+@pytest.mark.usefixtures("many")
+@torch.no_grad()
+def test_every_weight_that_was_folded_is_watched() -> None:
+    model = make("static")
+    folded = settled(model)
+    for _, norm, product in folded._pairs():
+        for weight in (norm.weight, norm.bias, product.weight, product.bias):
+            before = folded._count()
+            weight.add_(1.0)
+            assert folded._count() == before + 1
+    before = folded._count()
+    model.vit.blocks[0].norm1.weight.add_(1.0)  # nobody measures the first rows
+    assert folded._count() == before
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_changes_that_torch_does_not_count() -> None:
+    model, images = make("static"), images_of()
+    folded = settled(model)
+    for p in model.vit.parameters():
+        p.data.mul_(1.3)
+    expected = others.run(model, images, "masked", False)
+    folded.update()
+    found = run(model, images, "packed", folded)
+    assert float((found.logits - expected.logits).abs().max()) > 1e-2 * float(expected.logits.abs().max())
+    folded.refresh()
+    assert_same(run(model, images, "packed", folded), expected)
+
+
+def test_what_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert possible(make("static").vit)
+    with torch.inference_mode():
+        vit = copy.deepcopy(make("static").vit)
+        for module in (vit.blocks[1].norm2, vit.blocks[1].mlp.fc1):
+            module.bias = torch.nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
+    assert not possible(vit)  # there is no count of its changes
+    monkeypatch.setattr(folding, "precision", lambda dtype: "tf32")
+    assert not possible(make("static").vit)
+    assert possible(make("static").vit.to(torch.bfloat16))
+
+
+# -- captured ---------------------------------------------------------------------------------------------------------
+class Replay:
+    """A graph for machines that have none."""
+
+    def __init__(self, step: Any) -> None:
+        self.replay = step
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_a_captured_call_sees_changed_weights() -> None:
+    """But for the graph itself."""
+    model, images = make("aht"), images_of()
+    captured = capture.Captured.__new__(capture.Captured)
+    folded = settled(model)
+    pattern = run(model, images, "packed", None)
+    made = [t.clone() for t in capture._tensors(pattern, capture._masks(pattern)[0])]
+
+    def step() -> None:
+        output = run(model, captured._images, "packed", folded)
+        for held, now in zip(made, capture._tensors(output, capture._masks(output)[0]), strict=True):
+            held.copy_(now)
+
+    captured.model, captured.batch, captured._images = model, 2, images.clone()
+    captured._ends, captured._turn, captured._folded = (), Turn(model.policy), folded  # type: ignore[assignment]
+    captured._pattern, captured._made, captured._graph = pattern, made, Replay(step)  # type: ignore[assignment]
+    captured.asked, captured.plan, captured.compiled = "auto", None, False
+    assert "; 3 norms inside products" in captured.explain()
+    for change in (lambda: None, lambda: randomise(model.vit, 5)):
+        change()
+        assert_same(captured(images), others.run(model, images, "masked", False))
+    for p in model.vit.parameters():
+        p.data.mul_(0.9)
+    captured.refresh()
+    assert_same(captured(images), others.run(model, images, "masked", False))
+
+
+@here
+@pytest.mark.usefixtures("fresh_compiler", "many")
+@pytest.mark.parametrize("case", ["static", "aht", "tome", "amod", "replay"])
+def test_a_captured_pass_is_one_graph(case: str) -> None:
+    """What capture gives to torch.compile (but for its backend): traced as a whole; weights that change are no part."""
+    change = {"depth": 3}
+    model = replayed(REPLAYED, change) if case == "replay" else make(case, change)
+    layout = "gathered" if case in ("static", "tome", "amod") else "packed"
+    folded = settled(model, layout)
+    assert folded.norms > 0
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.inference_mode():
+        kernels.on_cpu = True
+        choice = model._choose(layout, images_of().device)
+        first, _ = capture._masks(model._run(choice, images_of(), folded=folded))
+
+        def step(images: Tensor) -> list[Tensor]:
+            return capture._tensors(model._run(choice, images, folded=folded), first)
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
+        compiled(images_of())
+        for seed in (1, 2):
+            expected, found = step(images_of(seed=seed)), compiled(images_of(seed=seed))
+            for one, other in zip(found, expected, strict=True):
+                assert_near(one.float(), other.float())
+            randomise(model.vit, 5)
+            folded.update()
+        assert len(graphs) == 1
+        assert str(graphs[0].code).count("adaptivit.linear_normed") == folded.norms
+
+
+@on_gpu
+@pytest.mark.usefixtures("fresh_compiler", "many")
+@pytest.mark.parametrize(("case", "compiled"), [("static", True), ("aht", False), ("aht", True), ("tome", False)])
+def test_a_captured_pass(case: str, compiled: bool) -> None:
+    model = make(case, {}, LARGER)
+    captured = model.capture(batch=4, compile=compiled)
+    apart = model.capture(batch=4, compile=False, fold_norms=False)
+    assert "norms inside products" in captured.explain()
+    assert "norms inside products" not in apart.explain()
+    for batch, seed, weights in ((4, 0, 0), (4, 1, 0), (3, 2, 5), (1, 3, 5)):
+        randomise(model.vit, weights)
+        images = images_of(LARGER, batch, seed)
+        expected = others.run(model, images, "auto", True)
+        assert_same(captured(images), expected, 1e-4)
+        assert_same(apart(images), expected, 1e-4)
+    for p in model.vit.parameters():
+        p.data.mul_(0.9)
+    captured.refresh()
+    assert_same(captured(images), others.run(model, images, "auto", True), 1e-4)
+
+
+@on_gpu
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_captured_pass_in_half_precision(dtype: torch.dtype) -> None:
+    model, images = make("static", {}, LARGER).to(dtype), images_of(LARGER, 4).to(dtype)
+    found = model.capture(batch=4, compile=False)(images)
+    expected = others.run(copy.deepcopy(model).float(), images.float(), "masked", False)
+    assert_near(found.logits, expected.logits, 3e-2)
