@@ -164,28 +164,27 @@ def _masks(output: Output) -> tuple[list[int], list[int]]:
 
 
 def _tensors(output: Output, first: list[int]) -> list[Tensor]:
-    """What a captured pass gives back; _answer makes an Output of it again. Masks are stacked, so that one copy serves
-    them all."""
-    trace, masks = output.trace, [torch.stack([output.spent[i].present for i in first])] if first else []
-    return [output.logits, output.features, trace.attended, trace.updated, *masks]
+    """What a captured pass gives back, in two tensors, so that two copies serve all: logits and features one behind the
+    other, and the masks of the trace and of what was spent. _answer makes an Output of them again."""
+    trace = output.trace
+    masks = [trace.attended] if trace.updated is trace.attended else [trace.attended, trace.updated]
+    masks += [torch.stack([output.spent[i].present for i in first])] if first else []
+    return [torch.cat([output.logits.flatten(), output.features.flatten()]), torch.cat(masks)]
 
 
 def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
-    """A copy of what the graph will overwrite."""
-    logits, features, attended, updated, *masks = made
-    mine = attended[:, :images].clone()
-    trace = Trace(
-        mine,
-        mine if updated is attended else updated[:, :images].clone(),
-        pattern.trace.prefix,
-        pooled=pattern.trace.pooled,
-    )
-    present = masks[0][:, :images].clone().unbind() if masks else ()
+    """A copy of what the graph will overwrite, for the first `images` of its batch."""
+    values, masks = made[0].clone(), made[1][:, :images].clone()
+    logits, features = values.tensor_split([pattern.logits.numel()])
+    layers, same = len(pattern.trace.attended), pattern.trace.updated is pattern.trace.attended
+    attended = masks[:layers]
+    updated = attended if same else masks[layers : 2 * layers]
+    present = masks[layers if same else 2 * layers :].unbind()
     spent = [replace(s, present=present[i]) for s, i in zip(pattern.spent, _masks(pattern)[1], strict=True)]
     return replace(
         pattern,
-        logits=logits[:images].clone(),
-        features=features[:images].clone(),
-        trace=trace,
+        logits=logits.view(pattern.logits.shape)[:images],
+        features=features.view(pattern.features.shape)[:images],
+        trace=Trace(attended, updated, pattern.trace.prefix, pooled=pattern.trace.pooled),
         spent=tuple(spent),
     )
