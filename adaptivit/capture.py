@@ -63,11 +63,12 @@ class Captured:
         with torch.inference_mode():
             choice = model._choose(layout, weight.device)
             self.layout, self.plan = choice.type.name, None
+            folds = fold_norms and choice.fused and possible(model.vit)
             if choice.type is PackedOnDevice:
-                self.plan = schedule.plan(model, batch, profile)
+                self.plan = schedule.plan(model, batch, profile, folds)
             plan, turn = self.plan, self._first_turn()
             self._turn = turn
-            folded = Folded(model.vit) if fold_norms and choice.fused and possible(model.vit) else None
+            folded = Folded(model.vit) if folds else None
             self._pattern = model._run(choice, self._images, plan=plan, turn=turn, folded=folded)
             folded = None if folded is None or not folded.settle() else folded
             self._folded = folded

@@ -7,8 +7,9 @@ CUDA graph can read them, and made anew when the weights have changed. The momen
 come with the rows, from the product that wrote them (ops/norm_folded.py); a move, or whatever else changes rows, leaves
 the norm a pass of its own.
 
-Which norms those are is the same in every pass of one plan, and a first pass finds out: it measures all rows, and folds
-the norms that it can. From then on rows are measured for these alone.
+Which norms those are is the same in every pass of one plan, and a first pass finds out: it measures all rows, and marks
+the norms that could be folded. From then on they are, and rows are measured for them alone. All copies are in one
+buffer, made after that pass: many small ones, with what it takes to compute them in between, would leave holes.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Folded:
 
     def __init__(self, vit: VisionTransformer) -> None:
         self._blocks: Any = vit.blocks
-        self._qkv: list[Product | None] = [None] * len(vit.blocks)
-        self._fc1: list[Product | None] = [None] * len(vit.blocks)
+        self._marked: set[tuple[int, str]] = set()  # (block, "qkv" or "fc1")
+        self._products: dict[tuple[int, str], Product] = {}
         self._learns = True
         self._watched: list[Tensor] = []
         self._version = 0
@@ -70,37 +71,58 @@ class Folded:
     @property
     def norms(self) -> int:
         """How many norms are folded."""
-        return sum(product is not None for product in (*self._qkv, *self._fc1))
+        return len(self._marked)
 
     def attention(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
         layer = layout.layer
-        if self._learns and fused.foldable(layout.stream()):
-            self._qkv[layer] = _product(block.norm1, block.attn.qkv)
-        fused.attention(block, layout, taps, self._qkv[layer], self._learns or self._fc1[layer] is not None)
+        self._mark(layer, "qkv", layout)
+        fused.attention(block, layout, taps, self._products.get((layer, "qkv")), self._measures(layer, "fc1"))
 
     def mlp(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
         layer = layout.layer
+        self._mark(layer, "fc1", layout)
+        fused.mlp(block, layout, taps, self._products.get((layer, "fc1")), self._measures(layer + 1, "qkv"))
+
+    def _mark(self, layer: int, name: str, layout: PackedOnDevice) -> None:
         if self._learns and fused.foldable(layout.stream()):
-            self._fc1[layer] = _product(block.norm2, block.mlp.fc1)
-        last = layer + 1 == len(self._qkv)
-        measures = not last and (self._learns or self._qkv[layer + 1] is not None)
-        fused.mlp(block, layout, taps, self._fc1[layer], measures)
+            self._marked.add((layer, name))
+
+    def _measures(self, layer: int, name: str) -> bool:
+        """Whether this product, the next one, needs the moments of what is written now."""
+        return (self._learns and layer < len(self._blocks)) or (layer, name) in self._products
 
     def settle(self) -> bool:
-        """After the first pass: fold what it did, and nothing else. Whether there is anything."""
+        """After the first pass: fold what it marked, and nothing else. Whether there is anything."""
         self._learns = False
         _count_steps()
-        self._watched = [t for pair in self._pairs() for t in _weights(*pair[1:]) if t is not None]
-        self._version = self._count()
+        with torch.inference_mode(False), torch.no_grad():  # ordinary tensors: they are written to again
+            self._make()
+        self._watched = [t for _, *pair in self._pairs() for t in _weights(*pair) if t is not None]
+        self.refresh()
         return self.norms > 0
+
+    def _make(self) -> None:
+        """Room for the copies."""
+        layers = {key: self._layers(*key) for key in sorted(self._marked)}
+        if not layers:
+            return
+        first = next(iter(layers.values()))[1].weight
+        wide = torch.promote_types(first.dtype, torch.float32)
+        sizes = [linear.weight.numel() for _, linear in layers.values()]
+        weights = first.new_empty(sum(sizes)).split(sizes)
+        outs = [linear.out_features for _, linear in layers.values() for _ in range(2)]
+        vectors = iter(first.new_empty(sum(outs), dtype=wide).split(outs))
+        for (key, (norm, linear)), weight in zip(layers.items(), weights, strict=True):
+            self._products[key] = Product(weight.view_as(linear.weight), next(vectors), next(vectors), norm.eps)
+
+    def _layers(self, layer: int, name: str) -> tuple[Any, Any]:
+        """A norm and the linear layer behind it."""
+        block = self._blocks[layer]
+        return (block.norm1, block.attn.qkv) if name == "qkv" else (block.norm2, block.mlp.fc1)
 
     def _pairs(self) -> list[tuple[Product, Any, Any]]:
         """The products that are folded, each with its norm and its linear layer."""
-        found = []
-        for block, qkv, fc1 in zip(self._blocks, self._qkv, self._fc1, strict=True):
-            found += [] if qkv is None else [(qkv, block.norm1, block.attn.qkv)]
-            found += [] if fc1 is None else [(fc1, block.norm2, block.mlp.fc1)]
-        return found
+        return [(product, *self._layers(*key)) for key, product in self._products.items()]
 
     def _count(self) -> int:
         """Grows with every change of a weight that torch counts, and with every step of an optimiser."""
@@ -116,15 +138,6 @@ class Folded:
         """Fold again, in place."""
         self._version = self._count()
         for product, norm, linear in self._pairs():
-            for held, now in zip((product.weight, product.sums, product.shift), _fold(norm, linear), strict=True):
-                held.copy_(now)
-
-
-def _fold(norm: Any, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fold(*_weights(norm, linear))
-
-
-def _product(norm: Any, linear: Any) -> Product:
-    """In ordinary tensors, whatever the mode is: they are written to again."""
-    with torch.inference_mode(False), torch.no_grad():
-        return Product(*_fold(norm, linear), norm.eps)
+            held = product.weight, product.sums, product.shift
+            for copy, now in zip(held, fold(*_weights(norm, linear)), strict=True):
+                copy.copy_(now)

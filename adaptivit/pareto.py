@@ -53,6 +53,7 @@ class Point:
     paired: bool = False  # the interval is that of the difference from static on the same images
     short: str = ""  # what is written at it; its label where empty
     curve: str = ""  # points with the same are joined; the policy where empty
+    hollow: bool = False  # drawn without filling, and joined by a dashed line
 
 
 def pareto(points: Sequence[Point], *, detail: str = "", reference: str = "static") -> bytes:
@@ -160,8 +161,10 @@ class _Panel:
         for curve in dict.fromkeys(p.curve or p.policy for p in self.points):
             chosen = [i for i in shown if (self.points[i].curve or self.points[i].policy) == curve]
             if len(chosen) > 1:
-                colour = self.colours[self.points[chosen[0]].policy]
-                self._line(sorted((x[i], self.points[i].top1) for i in chosen), colour, zorder=2.5)
+                first = self.points[chosen[0]]
+                style = _DASHED if first.hollow else "-"
+                path = sorted((x[i], self.points[i].top1) for i in chosen)
+                self._line(path, self.colours[first.policy], linestyle=style, zorder=2.5)
         for i in shown:
             self._dot(i, INK if i in best else "white")
         self._labels(self._worth(shown, best), shown, floor)
@@ -232,7 +235,9 @@ class _Panel:
         colour = self.colours[p.policy]
         if p.high > p.low:
             self._line([(x, p.low), (x, p.high)], colour, alpha=0.25 if many else 0.45, zorder=2)
-        self.axes.scatter([x], [p.top1], s=30 if many else 44, color=colour, edgecolor=edge, linewidth=0.9, zorder=5)
+        size, inside, border = 30 if many else 44, "white" if p.hollow else colour, colour if p.hollow else edge
+        width = 1.4 if p.hollow else 0.9
+        self.axes.scatter([x], [p.top1], s=size, color=inside, edgecolor=border, linewidth=width, zorder=5)
         for gmacs, top1 in p.seeds if self.cheap else ():
             self._line([(gmacs * x / p.gmacs, top1)] * 2, colour, marker=".", alpha=0.35, markeredgewidth=0, zorder=3)
 

@@ -17,7 +17,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from . import fused
 from .backbone import Taps
 from .decision import Drop, Trace
 from .errors import UserError
+from .folded import Folded
 from .layouts import PackedOnDevice, Plan
 
 if TYPE_CHECKING:
@@ -97,48 +99,53 @@ def live_rows(model: AdaptiveViT, profile: Tensor | Trace | Sequence[float], bat
     return [batch * model.shape.tokens * float(s) for s in profile]
 
 
-def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None) -> Plan:
-    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many."""
+def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None, folds: bool = False) -> Plan:
+    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many. folds:
+    norms will be worked into products where rows stay (folded.py)."""
     if profile is None:
         few = batch * model.shape.tokens <= fused.FEW_ROWS
         return Plan(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
-    moves = choose(live, measure(model, batch))
+    moves = choose(live, measure(model, batch, folds))
     return Plan(moves=moves, rows=expected_rows(live, moves))
 
 
 @torch.inference_mode()
-def measure(model: AdaptiveViT, batch: int, repeats: int = 20) -> Times:
-    """Time a block of this model at several numbers of rows, and a move, on the device it is on."""
+def measure(model: AdaptiveViT, batch: int, folds: bool = False, repeats: int = 20) -> Times:
+    """Time a block of this model at several numbers of rows, and a move, on the device it is on: what two blocks take
+    more than one, since with `folds` a block saves a norm where no move comes before it."""
     weight = next(model.parameters())
     slots, width, block = model.shape.tokens, model.shape.dim, model.vit.blocks[0]
     x = torch.randn(batch, slots, width, dtype=weight.dtype, device=weight.device)
     slot = torch.arange(slots, device=weight.device).expand(batch, -1)
 
-    def held(count: int) -> PackedOnDevice:
-        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,)))
+    def run(blocks: Any, number: int, count: int, moves: bool) -> None:
+        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,) * 2))
         layout.prefix_stays = True
         layout.drop(Drop(slot >= count))
         layout.put(layout.rows)
-        return layout
+        for layer in range(number):
+            layout.layer = layer
+            if layer and moves:
+                layout.drop(Drop(slot >= slots))
+            blocks.attention(block, layout, Taps())
+            blocks.mlp(block, layout, Taps())
 
-    def run(layout: PackedOnDevice, *, moves: bool) -> None:
-        if moves:
-            layout.drop(Drop(slot >= slots))
-        fused.attention(block, layout, Taps())
-        fused.mlp(block, layout, Taps())
+    def time(count: int, *, moves: bool) -> float:
+        blocks: Any = fused
+        if folds:
+            two_of_them: Any = SimpleNamespace(blocks=[block, block])
+            blocks = Folded(two_of_them)
+            run(blocks, 2, count, moves)
+            blocks.settle()
+        one, two = (_replayed(lambda n=n: run(blocks, n, count, moves), repeats) for n in (1, 2))  # type: ignore[misc]
+        return max(0.0, two - one)
 
     counts = sorted({max(1, round(share * slots)) for share in SHARES})
-    seconds = [_time(lambda n=n: run(held(n), moves=False), lambda n=n: held(n), repeats) for n in counts]  # type: ignore[misc]
-    middle = counts[len(counts) // 2]
-    moving = _time(lambda: run(held(middle), moves=True), lambda: held(middle), repeats)
-    move = max(0.0, moving - seconds[len(counts) // 2])
+    seconds = [time(count, moves=False) for count in counts]
+    middle = len(counts) // 2
+    move = max(0.0, time(counts[middle], moves=True) - seconds[middle])
     return Times(tuple(batch * n for n in counts), tuple(seconds), move)
-
-
-def _time(whole: Callable[[], object], setup: Callable[[], object], repeats: int) -> float:
-    """Seconds of `whole` less those of `setup`, each as a CUDA graph of its own."""
-    return max(0.0, _replayed(whole, repeats) - _replayed(setup, repeats))
 
 
 def _replayed(run: Callable[[], object], repeats: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -164,9 +165,10 @@ def test_few_rows_are_not_measured(calls: dict[str, int], monkeypatch: pytest.Mo
         calls.update(dict.fromkeys(calls, 0))
         folded = Folded(model.vit)
         assert_same(run(model, images_of(), "packed", folded, plan), expected)
-        assert (calls["normed"], calls["measured"]) == (norms, measured)
+        assert (calls["normed"], calls["measured"]) == (0, measured)  # which ones are folded is being found out
         assert folded.settle() == (norms > 0)
         assert_same(run(model, images_of(), "packed", folded, plan), expected)
+        assert (calls["normed"], calls["measured"]) == (norms, measured + norms)
 
 
 @here
@@ -292,6 +294,21 @@ def test_weights_may_change(change: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setattr(Folded, "refresh", lambda self: pytest.fail("nothing has changed"))
     folded.update()
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_all_copies_are_in_one_buffer() -> None:
+    """Each with room of its own there, where a descriptor can begin."""
+    products = [product for product, *_ in settled(make("static"))._pairs()]
+    assert len({product.weight.untyped_storage().data_ptr() for product in products}) == 1
+    vectors = [t for product in products for t in (product.sums, product.shift)]
+    assert len({t.untyped_storage().data_ptr() for t in vectors}) == 1
+    for some in ([product.weight for product in products], vectors):
+        ends = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in some)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+        assert all(t.is_contiguous() for t in some)
+        assert all(first % 16 == 0 for first, _ in ends)
 
 
 @here

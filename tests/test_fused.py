@@ -415,22 +415,32 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
 
 
 @here
-def test_what_is_measured_for_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass that is timed runs; the clock here goes by the passes."""
-    passes: list[float] = []
+@pytest.mark.parametrize("folds", [False, True])
+def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass that is timed runs: one block and two, at every number of rows, and with a move between them. Each
+    pass here takes as long as it has norms of their own."""
+    passes, norms = [], [0]
+    apart = fused.norm
+
+    def counted(*args: object) -> object:
+        norms[0] += 1
+        return apart(*args)  # type: ignore[arg-type]
 
     def clock(run: Callable[[], object], repeats: int) -> float:
+        norms[0] = 0
         run()
-        passes.append(1.0 + len(passes))
-        return passes[-1]
+        passes.append(norms[0])
+        return float(norms[0])
 
+    monkeypatch.setattr(fused, "norm", counted)
+    monkeypatch.setattr(fused, "FEW_ROWS", -1)
     monkeypatch.setattr(schedule, "_replayed", clock)
     kernels.on_cpu = True
-    model = make("aht")
-    times = schedule.measure(model, 2)
+    times = schedule.measure(make("aht"), 2, folds)
     assert times.rows == (2, 8, 16, 26, 34)  # of 17 slots each
-    assert len(passes) == 2 * (len(times.rows) + 1)
-    assert all(second >= 0 for second in (*times.block, times.move))
+    assert passes == ([1, 1] * 5 + [1, 2] if folds else [2, 4] * 6)
+    assert times.block == ((0,) * 5 if folds else (2,) * 5)
+    assert times.move == (1 if folds else 0)  # the norm that a move does not leave to the product behind it
 
 
 @here

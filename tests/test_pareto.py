@@ -41,6 +41,15 @@ def test_the_front_is_what_no_other_beats() -> None:
     assert front(points, [1 / c for c in cost], cheap=False) == [3, 1, 0]
 
 
+def test_hollow_points_have_no_filling_and_a_dashed_line() -> None:
+    points = [Point(f"{h}{c}", "evit", 70.0 + c, 69.0, 75.0, c, curve=str(h), hollow=h) for h in (0, 1) for c in (1, 2)]
+    axes = drawn(points).axes[0]
+    filled = [tuple(dot.get_facecolor()[0]) != (1, 1, 1, 1) for dot in axes.collections]
+    assert filled == [True, True, False, False]
+    joined = [line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_xdata()[0] != line.get_xdata()[1]]
+    assert {line.get_linestyle() for line in joined} >= {"-", "--"}
+
+
 @pytest.mark.parametrize("count", [1, 2, 25])
 def test_the_plot_takes_any_number_of_methods(tmp_path: Path, count: int) -> None:
     def point(i: int) -> Point:

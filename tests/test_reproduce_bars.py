@@ -1,4 +1,4 @@
-"""Tables whose rows cost the same are drawn as differences, not against cost."""
+"""How tables are drawn: those whose rows cost the same as differences, others against cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_reproduce import TINY, launched, words
 
 from adaptivit.compare_results import read_correct
 from adaptivit.evaluate import paired_difference
-from adaptivit.reproduce import OURS, TABLES, Run, Table, bars
+from adaptivit.reproduce import OURS, TABLES, Run, Table, bars, report
 from adaptivit.reproduce.plan import ReproduceConfig, plan
 
 _ = small, launched  # fixtures
@@ -54,6 +54,35 @@ def test_a_table_of_one_cost(tmp_path: Path, small: Path, monkeypatch: pytest.Mo
         each = [paired_difference(right[bar.name, s], right["trained on", s])[0] for s in (0, 3)]  # type: ignore[arg-type]
         assert bar.points == pytest.approx(np.mean(each))
         assert bar.top1 == pytest.approx(np.mean([right[bar.name, s].top1 for s in (0, 3)]), abs=1e-3)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("launched")
+def test_rows_without_training_are_hollow_beside_others(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = (
+        Run("static", "static", train=False),
+        Run("EViT -10 %, as it is", "evit:keep=0.8", train=False),
+        Run("EViT -20 %, as it is", "evit:keep=0.6", train=False),
+        Run("EViT -20 %, adapted", "evit:keep=0.6"),
+    )
+    shared = TINY.shared | {"distill": 0.0}
+    table = Table("both", "", "", runs, "", shared=shared, reference="static")
+    monkeypatch.setitem(TABLES, "both", table)
+    shown: list[Any] = []
+    monkeypatch.setattr(report, "pareto", lambda points, **rest: shown.append((points, rest["detail"])) or b"")
+    assert run(*words("both", small, tmp_path), "--device", "cpu") == 0
+    points, detail = shown[-1]
+    assert [p.hollow for p in points] == [True, True, True, False]
+    assert "hollow" in detail
+    curves = [p.curve for p in points]
+    assert curves[1] == curves[2] != curves[3]
+    bare = [row for row in runs if not row.train]
+    monkeypatch.setitem(TABLES, "both", Table("both", "", "", tuple(bare), "", shared=shared, reference="static"))
+    assert run(*words("both", small, tmp_path), "--device", "cpu") == 0
+    points, detail = shown[-1]
+    assert not any(p.hollow for p in points[1:])
+    assert "hollow" not in detail
 
 
 def test_long_names_and_far_rows_are_inside_the_picture() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list
         if table.one_cost:
             write_bytes(out / "bars.png", _bars(table, known, good, detail))
         else:
-            write_bytes(out / "pareto.png", pareto(points(good), detail=detail, reference=table.reference))
+            write_bytes(out / "pareto.png", _front(table, jobs, good, detail))
     if curves and plots:
         columns = ("method", "seed", "epoch", *table.curves)
         write_rows(out / "curves.csv", [point for curve in curves for point in curve.rows()], columns)
@@ -186,6 +187,18 @@ def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, indices=np.array(order), **arrays)
         write_bytes(path, buffer.getvalue())
+
+
+def _front(table: Table, jobs: Sequence[Job], rows: Sequence[Row], detail: str) -> bytes:
+    """Rows that differ in their saving alone are joined; those without training are hollow where others have some."""
+    bare = {job.name for job in jobs if not (job.trains or job.needs)}
+    some = any(row["method"] not in {*bare, table.reference} for row in rows)
+    found = [
+        replace(p, curve=f"{p.policy} {re.sub(r' -[0-9.]+ %', '', p.label)}", hollow=some and p.label in bare)
+        for p in points(rows)
+    ]
+    mark = "; hollow: no training" if any(p.hollow for p in found) else ""
+    return pareto(found, detail=detail + mark, reference=table.reference)
 
 
 def _curves(table: Table, jobs: Sequence[Job]) -> list[Curve]:
