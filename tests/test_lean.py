@@ -123,7 +123,12 @@ def check(model: AdaptiveViT, images: Tensor, ran: Callable[[], set[str]], ask: 
 # -- the same -------------------------------------------------------------------------------------------------------
 @policies
 @pytest.mark.parametrize("kind", ["plain", "layer scale"])
-def test_policies(case: str, kind: str, ran: Callable[[], set[str]]) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_policies(
+    case: str, kind: str, inside: bool, ran: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With either place for a bias, whatever this processor takes."""
+    monkeypatch.setattr(lean, "BIAS_INSIDE", inside)
     model = make(case, kind)
     output = check(model, images_of(model), ran, ASK.get(case, ()))
     assert output.trace.attended.all() == (case == "static")
@@ -131,7 +136,11 @@ def test_policies(case: str, kind: str, ran: Callable[[], set[str]]) -> None:
 
 @pytest.mark.parametrize("kind", BACKBONES)
 @pytest.mark.parametrize("case", ["static", "aht, mean field", "tome", "amod"])
-def test_backbones(case: str, kind: str, ran: Callable[[], set[str]]) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_backbones(
+    case: str, kind: str, inside: bool, ran: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lean, "BIAS_INSIDE", inside)
     model = make(case, kind)
     check(model, images_of(model), ran, ("tokens",))
 
