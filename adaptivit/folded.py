@@ -4,8 +4,8 @@
 
 Shapes: D width, N width out of a product. W' [N, D], u and c [N] are copies that depend on the weights, held where a
 CUDA graph can read them, and made anew when the weights have changed. The moments that mean and rstd are found from
-come with the rows, from the product that wrote them (ops/norm_folded.py); a move, or whatever else changes rows, leaves
-the norm a pass of its own.
+come with the rows, from what wrote them: a product (ops/norm_folded.py), a merge, or rows that come back. A move leaves
+the norm a pass of its own, which carries it out.
 
 Which norms those are is the same in every pass of one plan, and a first pass finds out: it measures all rows, and marks
 the norms that could be folded. From then on they are, and rows are measured for them alone. All copies are in one
@@ -76,12 +76,14 @@ class Folded:
     def attention(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
         layer = layout.layer
         self._mark(layer, "qkv", layout)
-        fused.attention(block, layout, taps, self._products.get((layer, "qkv")), self._measures(layer, "fc1"))
+        layout.measures = self._measures(layer, "fc1")
+        fused.attention(block, layout, taps, self._products.get((layer, "qkv")), layout.measures)
 
     def mlp(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
         layer = layout.layer
         self._mark(layer, "fc1", layout)
-        fused.mlp(block, layout, taps, self._products.get((layer, "fc1")), self._measures(layer + 1, "qkv"))
+        layout.measures = self._measures(layer + 1, "qkv")
+        fused.mlp(block, layout, taps, self._products.get((layer, "fc1")), layout.measures)
 
     def _mark(self, layer: int, name: str, layout: PackedOnDevice) -> None:
         if self._learns and fused.foldable(layout.stream()):

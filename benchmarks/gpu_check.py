@@ -25,6 +25,7 @@ from adaptivit.ops import (
     linear,
     merge,
     norm,
+    norm_folded,
     norm_linear,
     pairs,
     patches,
@@ -201,6 +202,9 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
     number = int(want[4][-1])
     close(f"merge {name}", got[0][:number], want[0][:number], {torch.float32: 2e-6}.get(dtype, BOUND[dtype] / 2))
     same(f"merge's places {name}", got[1:], want[1:])
+    again, moments = merge.merge_measured(rows, live, into, scale, place, count)
+    known = norm_folded.reference_moments(again[0][:number].double(), merge.PIECE)
+    close(f"merge's moments {name}", moments[..., :number], known, 1e-5)
     bad = rows.clone()
     bad[0] = float("nan")
     found = merge.merge(bad, live, into, scale, place, count)[0][:number]
@@ -216,6 +220,9 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
         known = back.reference(rows[: batch * slots].double(), whose, moved.double(), there, wide, limits[-1:])
         stop = int(limits[-1])
         close(f"back {name}, gate {gate is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
+        again, moments = back.back_measured(rows[: batch * slots], whose, moved, there, gate, limits[-1:])
+        known = norm_folded.reference_moments(again[:stop].double(), width)
+        close(f"back's moments {name}, gate {gate is not None}", moments[..., :stop], known, 1e-5)
 
 
 @torch.inference_mode()

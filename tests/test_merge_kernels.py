@@ -11,7 +11,7 @@ from test_kernels import _poison as _poison
 from test_kernels import assert_near, count, noise, staying
 from torch import Tensor
 
-from adaptivit.ops import back, compact, kernels, merge, select
+from adaptivit.ops import back, compact, kernels, merge, norm_folded, select
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -125,6 +125,16 @@ CASES = [  # images, slots, width, live at first, stay
 ]
 
 
+def check_moments(moments: Tensor, rows: Tensor, number: int, width: int) -> None:
+    """They are of the rows as they are rounded and stored."""
+    assert moments.dtype == torch.float32
+    assert moments.shape == (-(-rows.shape[1] // width), 2, len(rows))
+    expected = norm_folded.reference_moments(rows[:number].double(), width)
+    if number:
+        assert_near(moments[:, 0, :number], expected[:, 0], 1e-6)
+        assert_near(moments[:, 1, :number], expected[:, 1], 1e-5)
+
+
 def check_merge(
     case: tuple[int, int, int, int, int], equal: bool, kind: str, dtype: torch.dtype, seed: int = 0
 ) -> None:
@@ -156,6 +166,10 @@ def check_merge(
     if stays:
         assert_near(found[0][: len(stays)], torch.stack(sums), ROUNDING[dtype])
         assert_near(expected[0][: len(stays)], torch.stack(sums), 1e-12)
+    again, moments = merge.merge_measured(rows, live, into, scale, place, room)
+    for one, two in zip(again, found, strict=True):
+        assert torch.equal(one[: len(stays)] if one is again[0] else one, two[: len(stays)] if two is found[0] else two)
+    check_moments(moments, again[0], len(stays), merge.PIECE)
 
 
 @here
@@ -260,6 +274,9 @@ def test_back(width: int, dtype: torch.dtype) -> None:
             assert_near(found[:number], expected[:number], ROUNDING[dtype])
             if gate is None:
                 assert torch.equal(found[:number].double(), expected[:number])
+            again, moments = back.back_measured(rows, cells, moved, place, gate, count(number) if counted else None)
+            assert torch.equal(again[:number], found[:number])
+            check_moments(moments, again, number, width)
 
 
 # -- what torch wants of an operation ------------------------------------------------------------------------
@@ -271,11 +288,13 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     into, scale = meeting(live, 3, "plain", 1)
     check(select._top, (noise(2, 5), live, 3, False))
     check(compact._order, (equally(2, 5, 3, 1), first, 3))
-    check(merge._merge, (noise(10, 16), live, into, scale, first, 3))
+    for measures in (False, True):
+        check(merge._merge, (noise(10, 80), live, into, scale, first, 3, measures))
+        check(back._back, (noise(10, 16), first, noise(10, 16), first, None, None, measures))
     check(merge._join, (into, scale, live, None))
     check(merge._join, (into, scale, live, scale))
     for gate in (None, noise(2, 5)):
-        check(back._back, (noise(10, 16), first, noise(10, 16), first, gate, None))
+        check(back._back, (noise(10, 16), first, noise(10, 16), first, gate, None, False))
 
 
 def test_without_kernels_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
-from ..ops.back import back
-from ..ops.merge import merge
+from ..ops.back import back, back_measured
+from ..ops.merge import PIECE, merge, merge_measured
 from .base import Layout, Moments, Plan, Stream, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
@@ -26,6 +26,7 @@ class PackedOnDevice(Layout):
     _held: Tensor  # [R, D] rows, moved or still to be moved
     _index: Tensor | None  # [R] where each row is now, while a move is pending
     _moments: Moments | None  # of the rows held
+    measures = False  # whether rows that meet or come back are measured, for a folded norm (folded.py)
 
     def __init__(self, x: Tensor, read: int, plan: Plan | None = None) -> None:
         super().__init__(x, read)
@@ -101,7 +102,12 @@ class PackedOnDevice(Layout):
             return
         rows, cells, place, offsets, kind, gate = self._aside
         count = offsets[-1:] if kind[0] else None
-        self.put(back(rows, cells, self.rows, self.place, gate, count))
+        given = (rows, cells, self.rows, self.place, gate, count)
+        if self.measures:
+            made, moments = back_measured(*given)
+            self.put(made, Moments(moments, made.shape[1]))
+        else:
+            self.put(back(*given))
         self.cells, self.place, self.offsets = cells, place, offsets
         self._counted, self._thin, self._moved = kind
         self.here, self._aside = self.live, None
@@ -110,8 +116,13 @@ class PackedOnDevice(Layout):
         stay = self.live & (decision.into == torch.arange(self.slots, device=self.live.device))
         self._park()
         given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
-        rows, stay, self.place, self.cells, self.offsets = merge(self.rows, *given, room)
-        self.put(rows)
+        if self.measures:
+            merged, values = merge_measured(self.rows, *given, room)
+            moments: Moments | None = Moments(values, PIECE)
+        else:
+            merged, moments = merge(self.rows, *given, room), None
+        rows, stay, self.place, self.cells, self.offsets = merged
+        self.put(rows, moments)
         self.live = self.here = stay
         self._counted = self._moved = True
         self._thin = False

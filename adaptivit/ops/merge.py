@@ -6,7 +6,8 @@ place [B N]; into [B, N] the slot that each token goes to, its own if it stays, 
 
     row'_j = sum of scale_i row_i over the live i with into_i = j      for the live j with into_j = j
 
-in float32, rounded once. A row that is not finite reaches those that it joins (as NaN) and nobody else.
+in float32, rounded once. A row that is not finite reaches those that it joins (as NaN) and nobody else. The rows can be
+measured on the way, for a norm that is worked into the product behind it (norm_folded.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from . import compact
 from .kernels import multiprocessors, power_of_two, precision, tl, triton, usable
+from .linear import _measure
 
+PIECE = 64  # columns of a program, and of a pair of moments
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -61,11 +64,14 @@ if triton is not None:
         part_pointer,
         number_pointer,
         out_pointer,
+        moments_pointer,
         slots,
+        room,
         D: tl.constexpr,
         TM: tl.constexpr,
         TL: tl.constexpr,
         TC: tl.constexpr,
+        MEASURED: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
@@ -107,7 +113,13 @@ if triton is not None:
                     bad = tl.dot(hits.to(tl.float32), (finite == 0).to(tl.float32), input_precision="tf32")
                     out = tl.where(bad > 0.0, float("nan"), out)
             to = row.to(tl.int64)[:, None] * D + c[None, :]
-            tl.store(out_pointer + to, out.to(out_pointer.dtype.element_ty), mask=mask)
+            value = out.to(out_pointer.dtype.element_ty)
+            tl.store(out_pointer + to, value, mask=mask)
+            if MEASURED:
+                mean, squares, _ = _measure(value, tl.program_id(1) * TC, D, TC)
+                at = moments_pointer + 2 * tl.program_id(1) * room + row
+                tl.store(at, mean, mask=there)
+                tl.store(at + room, squares, mask=there)
 
     @triton.jit
     def _join_kernel(
@@ -152,39 +164,43 @@ if triton is not None:
 
 @torch.library.custom_op("adaptivit::merge", mutates_args=())
 def _merge(
-    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None, measures: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel; the moments are empty where they are not asked for."""
     batch, slots = live.shape
     longest = slots if count is None else count
+    room, width, tall = batch * longest, rows.shape[1], 32
     stay = torch.empty_like(live)
-    out = torch.empty(batch * longest, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    own = torch.empty(batch * longest, dtype=torch.float32, device=rows.device)
+    out = torch.empty(room, width, dtype=rows.dtype, device=rows.device)
+    own = torch.empty(room, dtype=torch.float32, device=rows.device)
     source, target = (place.new_empty(batch * slots) for _ in range(2))
     part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
     meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number)
     after, cells, offsets, index = compact.arrange(live, place, count, meeting)
-    width, columns, tall = rows.shape[1], 64, 32
-    across = triton.cdiv(width, columns)
+    across = triton.cdiv(width, PIECE)
+    moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
     # few images: several programs share the rows of each
     shared = triton.cdiv(4 * multiprocessors(rows.device), batch * across)
     _merge_kernel[(batch, across, max(1, min(triton.cdiv(longest, tall), shared)))](
-        *(rows, index, offsets, own, source, target, part, number, out, slots),
+        *(rows, index, offsets, own, source, target, part, number, out, moments, slots, room),
         D=width,
         TM=tall,
         TL=16,
-        TC=columns,
+        TC=PIECE,
+        MEASURED=measures,
         EXACT=rows.dtype == torch.float32,
         PRECISION=precision(rows.dtype),
     )
-    return out, stay, after, cells, offsets
+    return out, stay, after, cells, offsets, moments
 
 
 @_merge.register_fake
-def _(rows, live, into, scale, place, count):
+def _(rows, live, into, scale, place, count, measures):
     batch, slots = live.shape
     room = batch * (slots if count is None else count)
     out, stay = rows.new_empty(room, rows.shape[1]), torch.empty_like(live)
-    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1)
+    moments = rows.new_empty(-(-rows.shape[1] // PIECE) if measures else 0, 2, room, dtype=torch.float32)
+    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1), moments
 
 
 @torch.library.custom_op("adaptivit::join", mutates_args=())
@@ -211,7 +227,16 @@ def merge(rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor
     """As the reference, with the kernels where they can run; rows behind the last live one are not written."""
     if not usable(rows.device) or rows.dtype == torch.float64:
         return reference(rows, live, into, scale, place, count)
-    return _merge(rows, *(t.contiguous() for t in (live, into, scale.float())), place, count)
+    return _merge(rows, *(t.contiguous() for t in (live, into, scale.float())), place, count, False)[:5]
+
+
+def merge_measured(
+    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None
+) -> tuple[Merged, Tensor]:
+    """The kernel's, and the moments [P, 2, R'] of the rows after, of PIECE columns each (norm_folded.py)."""
+    *merged, moments = _merge(rows, *(t.contiguous() for t in (live, into, scale.float())), place, count, True)
+    out, stay, after, cells, offsets = merged
+    return (out, stay, after, cells, offsets), moments
 
 
 def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> tuple[Tensor, Tensor]:
