@@ -1,7 +1,7 @@
 """What an image's own budget could bring, and what is known of it early: python benchmarks/difficulty.py --help
 
-A static model is given `fold` at several budgets, as it is, on images held out of training. Then every image gets one of
-two budgets, so that the mean is the one aimed for: the smaller for images that are easy. Easy is
+A static model is given `fold` at several budgets, as it is, on images held out of training. Then every image gets one
+of two budgets, so that the mean is the one aimed for: the smaller for images that are easy. Easy is
 
     final      what the static model itself is sure of in the end (log-odds of its two best classes): nobody can know
     block L    what a linear probe of the class token after block L says of that (ridge regression, five-fold)
