@@ -57,8 +57,9 @@ class Captured:
         self.compiled = compile
         height, width = model.vit.patch_embed.img_size
         shape = (batch, model.vit.in_chans, height, width)
-        head, *_, tail = model.parameters()
-        self._ends = ((head, head.data_ptr()), (tail, tail.data_ptr()))  # a graph reads the weights where they were
+        head, *_, tail = (name.rpartition(".") for name, _ in model.named_parameters())
+        owners = [(model.get_submodule(owner), name) for owner, _, name in (head, tail)]
+        self._ends = [(m, name, getattr(m, name).data_ptr()) for m, name in owners]  # where a graph reads weights
         self._images = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         with torch.inference_mode():
             choice = model._choose(layout, weight.device)
@@ -122,8 +123,10 @@ class Captured:
         """
         if images.shape != self._images.shape or images.dtype != self._images.dtype or not images.is_cuda:
             self._check(images)
-        if any(weight.data_ptr() != place for weight, place in self._ends):
-            raise UserError("The model was converted or moved after capture; capture it again.")
+        if any(getattr(module, name).data_ptr() != place for module, name, place in self._ends):
+            raise UserError(
+                "The model was converted or moved, or its weights replaced, after capture; capture it again."
+            )
         with torch.inference_mode():
             if self._folded is not None:
                 self._folded.update()
@@ -166,17 +169,30 @@ def _masks(output: Output) -> tuple[list[int], list[int]]:
 
 def _tensors(output: Output, first: list[int]) -> list[Tensor]:
     """What a captured pass gives back, in two tensors, so that two copies serve all: logits and features one behind the
-    other, and the masks of the trace and of what was spent. _answer makes an Output of them again."""
-    trace = output.trace
+    other (three tensors where their dtypes differ), and the masks of the trace and of what was spent. _answer makes an
+    Output of them again."""
+    trace, values = output.trace, [output.logits, output.features]
+    if output.logits.dtype == output.features.dtype:
+        values = [torch.cat([value.flatten() for value in values])]
     masks = [trace.attended] if trace.updated is trace.attended else [trace.attended, trace.updated]
     masks += [torch.stack([output.spent[i].present for i in first])] if first else []
-    return [torch.cat([output.logits.flatten(), output.features.flatten()]), torch.cat(masks)]
+    return [*values, torch.cat(masks)]
 
 
 def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     """A copy of what the graph will overwrite, for the first `images` of its batch."""
-    values, masks = made[0].clone(), made[1][:, :images].clone()
-    logits, features = values.tensor_split([pattern.logits.numel()])
+    *values, masks = made
+    if len(values) == 1:
+        whole = values[0].clone() if images == len(pattern.logits) else values[0]
+        values = [
+            part.view(like.shape)
+            for part, like in zip(
+                whole.tensor_split([pattern.logits.numel()]), (pattern.logits, pattern.features), strict=True
+            )
+        ]
+    if images < len(pattern.logits) or len(made) > 2:
+        values = [value[:images].clone() for value in values]
+    masks = masks[:, :images].clone()
     layers, same = len(pattern.trace.attended), pattern.trace.updated is pattern.trace.attended
     attended = masks[:layers]
     updated = attended if same else masks[layers : 2 * layers]
@@ -184,8 +200,8 @@ def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     spent = [replace(s, present=present[i]) for s, i in zip(pattern.spent, _masks(pattern)[1], strict=True)]
     return replace(
         pattern,
-        logits=logits.view(pattern.logits.shape)[:images],
-        features=features.view(pattern.features.shape)[:images],
+        logits=values[0],
+        features=values[1],
         trace=Trace(attended, updated, pattern.trace.prefix, pooled=pattern.trace.pooled),
         spent=tuple(spent),
     )

@@ -8,38 +8,44 @@ come with the rows, from what wrote them: a product (ops/norm_folded.py), a merg
 the norm a pass of its own, which carries it out.
 
 Which norms those are is the same in every pass of one plan, and a first pass finds out: it measures all rows, and marks
-the norms that could be folded. From then on they are, and rows are measured for them alone. All copies are in one
-buffer, made after that pass: many small ones, with what it takes to compute them in between, would leave holes.
+the norms that could be folded. From then on they are, and rows are measured for them alone. Copies of weights are in
+one buffer, made after that pass: many small ones, with what it takes to compute them in between, would leave holes.
+
+(Tokens that fold into others, as in `fold` and `leave=fold`, are another matter.)
 """
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from . import fused
 from .backbone import Taps
+from .errors import UserError
 from .fused import Product
 from .layouts import PackedOnDevice
 from .ops.kernels import precision
 from .ops.norm_folded import fold
 
-_steps = [0]
+_settled: WeakSet[Folded] = WeakSet()
 
 
 @cache
-def _count_steps() -> None:
-    """From now on count the steps of all optimisers: fused ones change weights, and torch does not count it."""
+def _hear_of_steps() -> None:
+    """From now on hear of optimisers' steps: fused ones change weights, and torch does not count it."""
 
-    def count(*_: Any) -> None:
-        _steps[0] += 1
+    def stepped(optimiser: Optimizer, *_: Any) -> None:
+        moved = {id(p) for group in optimiser.param_groups for p in group["params"]}
+        for folded in _settled:
+            folded.stepped(moved)
 
-    register_optimizer_step_post_hook(count)
+    register_optimizer_step_post_hook(stepped)
 
 
 def _weights(norm: Any, product: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -66,7 +72,7 @@ class Folded:
         self._products: dict[tuple[int, str], Product] = {}
         self._learns = True
         self._watched: list[Tensor] = []
-        self._version = 0
+        self._version = self._steps = 0
 
     @property
     def norms(self) -> int:
@@ -96,7 +102,8 @@ class Folded:
     def settle(self) -> bool:
         """After the first pass: fold what it marked, and nothing else. Whether there is anything."""
         self._learns = False
-        _count_steps()
+        _hear_of_steps()
+        _settled.add(self)
         with torch.inference_mode(False), torch.no_grad():  # ordinary tensors: they are written to again
             self._make()
         self._watched = [t for _, *pair in self._pairs() for t in _weights(*pair) if t is not None]
@@ -126,9 +133,13 @@ class Folded:
         """The products that are folded, each with its norm and its linear layer."""
         return [(product, *self._layers(*key)) for key, product in self._products.items()]
 
+    def stepped(self, moved: set[int]) -> None:
+        """An optimiser has made a step with these, by id."""
+        self._steps += any(id(t) in moved for t in self._watched)
+
     def _count(self) -> int:
-        """Grows with every change of a weight that torch counts, and with every step of an optimiser."""
-        return sum(t._version for t in self._watched) + _steps[0]
+        """Grows with every change of a weight that torch counts, and with every step of an optimiser that has one."""
+        return sum(t._version for t in self._watched) + self._steps
 
     def update(self) -> None:
         """Fold again if a weight has changed."""
@@ -138,6 +149,9 @@ class Folded:
     @torch.no_grad()
     def refresh(self) -> None:
         """Fold again, in place."""
+        present = [t for _, *pair in self._pairs() for t in _weights(*pair) if t is not None]
+        if list(map(id, present)) != list(map(id, self._watched)):
+            raise UserError("Weights of the model were replaced after capture, not changed in place; capture it again.")
         self._version = self._count()
         for product, norm, linear in self._pairs():
             held = product.weight, product.sums, product.shift

@@ -23,9 +23,9 @@ from .device import processor
 from .fused import patchwise, plain
 from .layouts import Layout
 
-# Whether a product is given its bias, or gets it afterwards. AMD's processors are 3 to 20 % faster with it inside; for
+# Whether a product is given its bias, or gets it afterwards. AMD's processors are 2 to 20 % faster with it inside; for
 # Intel's, where whole passes were timed with it outside, that stays (benchmarks/LOG.md).
-BIAS_INSIDE = "AMD" in processor()
+BIAS_INSIDE = processor().startswith("AMD ")  # not AMD64, as Windows calls them all
 
 
 def embed(vit: VisionTransformer, images: Tensor) -> Tensor:

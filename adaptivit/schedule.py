@@ -99,21 +99,24 @@ def live_rows(model: AdaptiveViT, profile: Tensor | Trace | Sequence[float], bat
     return [batch * model.shape.tokens * float(s) for s in profile]
 
 
-def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None, folds: bool = False) -> Plan:
-    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many. folds:
-    norms will be worked into products where rows stay (folded.py)."""
+def plan(
+    model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None, fold_norms: bool = False
+) -> Plan:
+    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many.
+
+    fold_norms: norms will be worked into products where rows stay (folded.py)."""
     if profile is None:
         few = batch * model.shape.tokens <= fused.FEW_ROWS
         return Plan(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
-    moves = choose(live, measure(model, batch, folds))
+    moves = choose(live, measure(model, batch, fold_norms))
     return Plan(moves=moves, rows=expected_rows(live, moves))
 
 
 @torch.inference_mode()
-def measure(model: AdaptiveViT, batch: int, folds: bool = False, repeats: int = 20) -> Times:
+def measure(model: AdaptiveViT, batch: int, fold_norms: bool = False, repeats: int = 20) -> Times:
     """Time a block of this model at several numbers of rows, and a move, on the device it is on: what two blocks take
-    more than one, since with `folds` a block saves a norm where no move comes before it."""
+    more than one, since with `fold_norms` a block saves a norm where no move comes before it."""
     weight = next(model.parameters())
     slots, width, block = model.shape.tokens, model.shape.dim, model.vit.blocks[0]
     x = torch.randn(batch, slots, width, dtype=weight.dtype, device=weight.device)
@@ -133,7 +136,7 @@ def measure(model: AdaptiveViT, batch: int, folds: bool = False, repeats: int = 
 
     def time(count: int, *, moves: bool) -> float:
         blocks: Any = fused
-        if folds:
+        if fold_norms:
             two_of_them: Any = SimpleNamespace(blocks=[block, block])
             blocks = Folded(two_of_them)
             run(blocks, 2, count, moves)

@@ -6,7 +6,8 @@ of two budgets, so that the mean is the one aimed for: the smaller for images th
     final      what the static model itself is sure of in the end (log-odds of its two best classes): nobody can know
     block L    what a linear probe of the class token after block L says of that (ridge regression, five-fold)
 
-Writes OUT/difficulty.csv: accuracy of both beside that of one budget for all, and the probe's correlation.
+Writes OUT/difficulty.csv: accuracy of both beside that of one budget for all, and the probe's correlation. The two
+budgets are the best of all pairs on these very images, so that all gains are upper bounds.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--backbone", default="deit_tiny_patch16_224")
     parser.add_argument("--val-split", type=float, default=0.1)
     parser.add_argument("--images", type=int, default=5000)
-    parser.add_argument("--means", type=float, nargs="+", default=[0.52, 0.58, 0.64])
+    parser.add_argument("--means", type=float, nargs="+", choices=BUDGETS, default=[0.52, 0.58, 0.64])
     parser.add_argument("--out", type=Path, default=Path("runs/difficulty"))
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

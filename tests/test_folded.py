@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_fused as others
 import torch
-from conftest import randomise
+from conftest import random_trace, randomise
 from interpreted import DEVICE, here, on_gpu
 from test_fused import BACKBONES, CONFIG, HALTING, LARGER, REPLAYED, TRACES, assert_near, assert_same, images_of, make
 from test_fused import replaying as replayed
@@ -20,6 +20,7 @@ from adaptivit import capture, fused
 from adaptivit import folded as folding
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.dial import Turn
+from adaptivit.errors import UserError
 from adaptivit.folded import Folded, possible
 from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
 from adaptivit.layouts.base import Moments, Stream
@@ -79,7 +80,7 @@ def check(
     model: AdaptiveViT, calls: dict[str, int], layouts: tuple[str, ...] = (), plan: Plan | None = None
 ) -> tuple[Output, int]:
     """The pass that finds out what to fold, and those after it, are those of `masked`; and how many norms are folded:
-    for each of them rows are measured, and for no others."""
+    for each of them rows are measured by the product before it (and once more where they then meet or come back)."""
     images, norms = images_of(), 0
     expected = others.run(model, images, "masked", False)
     for layout in layouts or (("packed", "gathered") if model.policy.equal else ("packed",)):
@@ -342,6 +343,46 @@ def test_every_weight_that_was_folded_is_watched() -> None:
     before = folded._count()
     model.vit.blocks[0].norm1.weight.add_(1.0)  # nobody measures the first rows
     assert folded._count() == before
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_steps_with_other_weights_are_no_change() -> None:
+    """Of a student beside a captured teacher, say."""
+    model, other = make("static"), make("static")
+    folded = settled(model)
+    before = folded._count()
+    changed_by_a_fused_optimiser(other)
+    assert folded._count() == before
+    changed_by_a_fused_optimiser(model)
+    assert folded._count() > before
+
+
+@here
+@pytest.mark.usefixtures("many")
+def test_weights_that_were_replaced_are_refused() -> None:
+    """A graph would go on reading the old ones."""
+    model = make("static")
+    folded = settled(model)
+    model.vit.load_state_dict(copy.deepcopy(model.vit).state_dict(), assign=True)
+    with pytest.raises(UserError, match="replaced after capture"):
+        folded.refresh()
+
+
+@here
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("moves", [None, frozenset(), frozenset({1})])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_answers(moves: frozenset[int] | None, seed: int) -> None:
+    """What is known of rows is never that of others, whatever is answered when."""
+    kinds = ["none", "drop", "skip", "merge"]
+    order = [kinds[i] for i in torch.randint(4, (9,), generator=torch.Generator().manual_seed(seed)).tolist()]
+    model = replayed(random_trace(order, seed, 2), {"depth": 3})
+    expected = others.run(model, images_of(), "masked", False)
+    folded = Folded(model.vit)
+    assert_same(run(model, images_of(), "packed", folded, Plan(moves)), expected)
+    folded.settle()
+    assert_same(run(model, images_of(), "packed", folded, Plan(moves)), expected)
 
 
 @here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -457,6 +458,33 @@ def test_a_captured_answer_has_the_figures_of_its_images(case: str) -> None:
     for name, macs in expected.parts.items():
         assert torch.equal(found.parts[name], macs), name
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("case", ["static", "amod", "aht", "tome"])
+@pytest.mark.parametrize("images", [1, 2, 3])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_captured_answer_of_a_part_of_its_batch(case: str, images: int, same: bool) -> None:
+    """Any number of images, in memory of their own and no more than they need, also where dtypes differ."""
+    model = make(case)
+    output = run(model, images_of(batch=3), "auto", False)
+    if not same:
+        output = replace(output, features=output.features.double())
+    made = [tensor.clone() for tensor in capture._tensors(output, capture._masks(output)[0])]
+    assert len(made) == (2 if same else 3)
+    found = capture._answer(output, made, images)
+    for tensor in made:
+        tensor.zero_()
+    for name in ("logits", "features"):
+        one, whole = getattr(found, name), getattr(output, name)
+        assert one.dtype == whole.dtype
+        assert torch.equal(one, whole[:images])
+        assert one.is_contiguous()
+        if images < 3:
+            assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
+    assert torch.equal(found.trace.attended, output.trace.attended[:, :images])
+    assert torch.equal(found.trace.updated, output.trace.updated[:, :images])
+    assert (found.trace.updated is found.trace.attended) == (output.trace.updated is output.trace.attended)
+    assert torch.equal(found.macs, output.macs[:images])
 
 
 def test_capture_needs_a_gpu() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def pixels(data: bytes) -> Any:
 
 def test_ingredients_and_ablations_are_tables_of_one_cost() -> None:
     one = {table.name for table in OURS if table.one_cost}
-    assert one == {t.name for t in OURS if t.name.startswith("ablation-")} | {"cifar100-ingredients"}
+    assert one == {t.name for t in OURS if t.name.startswith("ablation-")} - {"ablation-threshold"} | {
+        "cifar100-ingredients"
+    }  # T is not calibrated away, and changes the cost
 
 
 @pytest.mark.usefixtures("launched")
@@ -53,6 +56,9 @@ def test_a_table_of_one_cost(tmp_path: Path, small: Path, monkeypatch: pytest.Mo
     for bar in drawn:
         each = [paired_difference(right[bar.name, s], right["trained on", s])[0] for s in (0, 3)]  # type: ignore[arg-type]
         assert bar.points == pytest.approx(np.mean(each))
+        hits = [[np.array(right[n, s].correct, float) for n in (bar.name, "trained on")] for s in (0, 3)]  # type: ignore[union-attr]
+        apart = 100 * np.mean([a - b for a, b in hits], axis=0)
+        assert bar.spread == pytest.approx(1.96 * apart.std(ddof=1) / len(apart) ** 0.5)
         assert bar.top1 == pytest.approx(np.mean([right[bar.name, s].top1 for s in (0, 3)]), abs=1e-3)  # type: ignore[union-attr]
 
 
@@ -85,10 +91,28 @@ def test_rows_without_training_are_hollow_beside_others(
     assert "hollow" not in detail
 
 
+def test_a_table_of_one_cost_with_its_start_alone(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    """Nothing to draw yet, and no picture without rows."""
+    runs = (Run("static", "static", change={"distill": 0.0}), Run("trained on", "static", start="static"))
+    table = Table("one", "", "", runs, "", shared=TINY.shared, reference="trained on", one_cost=True)
+    monkeypatch.setitem(TABLES, "one", table)
+    assert run(*words("one", small, tmp_path), "--device", "cpu", "--only", "static") == 0
+    assert launched == ["static"]
+    assert not (tmp_path / "out" / "bars.png").exists()
+    assert "bars.png" not in (tmp_path / "out" / "results.md").read_text()
+
+
 def test_long_names_and_far_rows_are_inside_the_picture() -> None:
-    found = [bars.Bar("a name that is longer than all the others of this table", -0.5, 0.4, 83.5)]
-    found += [bars.Bar("far", -40.0, 1.0, 44.0)]
-    image = pixels(bars.draw(found, "static", "title", "detail"))
+    near = bars.Bar("a name that is longer than all the others of this table", -0.5, 0.4, 83.5)
+    far = bars.Bar("far", -40.0, 1.0, 44.0)
+    image = pixels(bars.draw([near, far], "static", "title", "detail"))
     assert (image[:, :4] > 250).all()  # nothing is cut off at the left
-    assert (image < 200).any()
-    assert pixels(bars.draw(found[:1], "static", "title", "detail")).shape[0] < image.shape[0]
+    other = pixels(bars.draw([near, replace(far, points=-50.0)], "static", "title", "detail"))
+    places = np.argwhere(image != other)  # the figure beside the arrow is all that differs
+    assert len(places)
+    high, left, right = image.shape[0], places[:, 1].min(), places[:, 1].max()
+    assert (places[:, 0] > high / 3).all()  # in the second row
+    assert image.shape[1] / 3 < left < right < image.shape[1] - 300
+    assert pixels(bars.draw([near], "static", "title", "detail")).shape[0] < high

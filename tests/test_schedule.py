@@ -144,7 +144,7 @@ def test_a_plan_with_a_profile(model: Any, monkeypatch: pytest.MonkeyPatch, move
 
     monkeypatch.setattr(schedule, "measure", measure)
     shares = [1.0, 1.0, 0.5, 0.25, 0.25, 0.1]
-    made = plan(model, 8, shares, folds=True)
+    made = plan(model, 8, shares, fold_norms=True)
     assert asked == [(model, 8, True)]
     live = [8 * 17 * share for share in shares]
     assert made.moves == choose(live, times)

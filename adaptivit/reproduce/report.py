@@ -43,10 +43,11 @@ def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list
     _write_correct(out / "correct.npz", known, rows)
     if good and plots:
         detail = f"{table.name}, {int(good[0]['images']):,} images"
-        if table.one_cost:
-            write_bytes(out / "bars.png", _bars(table, known, good, detail))
-        else:
+        if not table.one_cost:
             write_bytes(out / "pareto.png", _front(table, jobs, good, detail))
+        elif found := _bars(table, known, good):
+            about = f"{detail}; top-1 % beside the names"
+            write_bytes(out / "bars.png", bars.draw(found, table.reference, "Accuracy of rows at one cost", about))
     if curves and plots:
         columns = ("method", "seed", "epoch", *table.curves)
         write_rows(out / "curves.csv", [point for curve in curves for point in curve.rows()], columns)
@@ -89,8 +90,11 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
             "",
         ]
         text += grid(["method", "against", "seeds", "points", "p", "share", "its share"], pairs)
-    if any(row["status"] == "ok" for row in rows):
-        text += ["", f"![{'Rows at one cost](bars' if table.one_cost else 'Accuracy against cost](pareto'}.png)"]
+    good = [row for row in rows if row["status"] == "ok"]
+    if good and not table.one_cost:
+        text += ["", "![Accuracy against cost](pareto.png)"]
+    elif good and _bars(table, known, good):
+        text += ["", "![Rows at one cost](bars.png)"]
     if curves:
         text += ["", f"![{'Training' if table.training else 'Validation'} over the epochs](curves.png)"]
     return "\n".join(text) + "\n"
@@ -150,14 +154,14 @@ def _pairs(table: Table, known: Jobs, rows: Sequence[Row]) -> Iterator[Pair]:
             yield Pair(first, second, seeds, float(each.mean()), float(each.std(ddof=1)) / math.sqrt(len(each)))
 
 
-def _bars(table: Table, known: Jobs, rows: Sequence[Row], detail: str) -> bytes:
+def _bars(table: Table, known: Jobs, rows: Sequence[Row]) -> list[bars.Bar]:
     """The differences from the reference, in the order of the table, without the runs that others start from."""
     good, starts, found = _good(rows), {run.start for run in table.runs}, []
     for pair in _pairs(replace(table, pairs=()), known, rows):
         if pair.first not in starts:
             top1 = statistics.mean(float(good[pair.first, s]["top1"]) for s in pair.seeds)
             found.append(bars.Bar(pair.first, pair.mean, 1.96 * pair.error, top1))
-    return bars.draw(found, table.reference, "Accuracy of rows at one cost", f"{detail}; top-1 % beside the names")
+    return found
 
 
 def differences(pairs: Sequence[tuple[Result, Result]]) -> np.ndarray[Any, Any]:
@@ -190,11 +194,14 @@ def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
 
 
 def _front(table: Table, jobs: Sequence[Job], rows: Sequence[Row], detail: str) -> bytes:
-    """Rows that differ in their saving alone are joined; those without training are hollow where others have some."""
+    """Rows that differ in their saving or in the images' size alone are joined; those without training are hollow where
+    others have some."""
     bare = {job.name for job in jobs if not (job.trains or job.needs)}
     some = any(row["method"] not in {*bare, table.reference} for row in rows)
     found = [
-        replace(p, curve=f"{p.policy} {re.sub(r' -[0-9.]+ %', '', p.label)}", hollow=some and p.label in bare)
+        replace(
+            p, curve=f"{p.policy} {re.sub(r' -[0-9.]+ %| at [0-9]+ px', '', p.label)}", hollow=some and p.label in bare
+        )
         for p in points(rows)
     ]
     mark = "; hollow: no training" if any(p.hollow for p in found) else ""

@@ -223,7 +223,12 @@ def _imagenet_adapt() -> Table:
             runs += run_at(policy, share, ", no training", train=False)
             runs += run_at(policy, share, ", adapted")
     shares = (0.80, 0.67, 0.60, 0.52)
-    versus = [("AHT-ViT -25 %, adapted", "fold -25 %, adapted")]
+    versus = [
+        (f"{TITLES[p]} {saving(s)}, adapted", "static, adapted")
+        for p in ("aht", "fold")
+        for s in (0.80, 0.75, 0.67, 0.60, 0.52)
+    ]
+    versus += [("AHT-ViT -25 %, adapted", "fold -25 %, adapted")]
     versus += [
         (f"AHT-ViT {saving(s)}, adapted", f"{TITLES[p]} {saving(s)}, adapted")
         for s in shares
@@ -232,7 +237,7 @@ def _imagenet_adapt() -> Table:
     ]
     return Table(
         "imagenet-adapt",
-        "ImageNet, DeiT-T: every method at four budgets, as it is and adapted on 3 images a class",
+        "ImageNet, DeiT-T: methods at four budgets, AHT-ViT and fold at five, as they are and after 3 images a class",
         "All start from --weights, the public DeiT-T, and are distilled from it. `no training` is the policy on these "
         "weights. Budgets are calibrated on validation images held out of `train`. The report is on `test` alone.",
         tuple(runs),
@@ -271,7 +276,8 @@ def _ablation(name: str, what: str, variants: Mapping[str, str], calibrated: boo
     change = {"epochs": ABLATION_EPOCHS}
     runs = [Run(k, adding(base, v), start=STATIC, change=change, share=share) for k, v in variants.items()]
     title = f"AHT-ViT at {saving(ABLATED)} on CIFAR-100, DeiT-T: {what}"
-    return _short(f"ablation-{name}", title, runs, **{"source": "left open by AHT-ViT", "protocol": _ABLATED} | more)
+    given = {"source": "left open by AHT-ViT", "protocol": _ABLATED, "one_cost": calibrated}
+    return _short(f"ablation-{name}", title, runs, **given | more)
 
 
 def _values(key: str, values: Iterable[Any], title: str = "", usual: Any = None) -> dict[str, str]:
