@@ -208,7 +208,7 @@ class AHT(Policy):
             logit = logit + settings.plan_weight * (self._held_against(view, state.plan) - state.plan)
         logit = logit if state.shift is None else logit + state.shift
         margin = None
-        if settings.slope == "logit":
+        if settings.slope == "logit" and torch.is_grad_enabled():  # it is for the gradient alone
             missing = (settings.threshold - settings.eps - spent.detach()).clamp(0.001, 0.999)
             margin = (logit - torch.logit(missing)) / gamma.detach().abs().clamp_min(1e-3)
         return torch.sigmoid(logit), margin
