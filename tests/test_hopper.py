@@ -1,0 +1,73 @@
+"""The kernels compile for a GPU that is not here (sm_90), and as many programs fit on a multiprocessor as are meant to.
+
+The interpreter runs what Triton's compiler might refuse; this does not run anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from adaptivit.ops import back, kernels, linear, merge
+
+pytestmark = pytest.mark.skipif(
+    kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
+)
+SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each program for itself
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
+    """Compile; bytes of shared memory of a program. Arguments without a type are constants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    assert set(kernel.arg_names) == set(types) | set(constants)
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    target = GPUTarget("cuda", 90, 32)
+    made = kernels.triton.compile(ASTSource(kernel, signature, places), target=target, options=options or None)
+    return int(made.metadata.shared)
+
+
+# product: width out, depth, and what it does beside multiplying
+PRODUCTS = {
+    "qkv, normed": (1152, 384, {"NORMED": True}),
+    "fc1, normed and seen": (1536, 384, {"NORMED": True, "GELU": True, "PROBED": True}),
+    "fc2, measured": (384, 1536, {"RESIDUAL": True, "MEASURED": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "rows"), [*((name, 6304) for name in PRODUCTS), ("fc2, measured", 50432)])
+def test_products(name: str, rows: int) -> None:
+    """DeiT-S at batch 32 and 256, bfloat16."""
+    width, depth, does = PRODUCTS[name]
+    tile = linear.tile_for(rows, width, "RESIDUAL" in does)
+    part = f"tensordesc<bf16[{tile.m}, {tile.n // tile.parts}]>"
+    types = {"x_tile": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "w_tile": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
+    types |= {"out_tile": part, "residual_tile": part, "bias_pointer": "*bf16", "scale_pointer": "*bf16"}
+    types |= {"rows_pointer": "*i32", "moments_pointer": "*fp32", "sums_pointer": "*fp32", "seen_pointer": "*fp32"}
+    types |= {"room": "i32", "eps": "fp32", "probe": "i32"}
+    off = ("GELU", "SCALE", "RESIDUAL", "MEASURED", "NORMED", "PROBED", "EXACT")
+    constants: dict[str, Any] = dict.fromkeys(off, False) | {"BIAS": True, "COUNTED": True, "PRECISION": "tf32"}
+    constants |= {"N": width, "K": depth, "WIDTH": 128, "TM": tile.m, "TN": tile.n, "TK": tile.k, "PARTS": tile.parts}
+    taken = shared_memory(linear._linear_kernel, types, constants | does, num_warps=tile.warps, num_stages=tile.stages)
+    assert max(tile.residents, 1) * (taken + RESERVED) <= SHARED
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+def test_rows_that_meet_and_come_back(dtype: torch.dtype) -> None:
+    rows = f"*{NAMES[dtype]}"
+    exact = dtype == torch.float32
+    integers = ("index", "offsets", "source", "target", "number")
+    types = {f"{name}_pointer": "*i32" for name in integers} | {"rows_pointer": rows, "out_pointer": rows}
+    types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "moments")} | {"slots": "i32", "room": "i32"}
+    constants = {"D": 384, "TM": 32, "TL": 16, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
+    shared_memory(merge._merge_kernel, types, constants | {"PRECISION": "ieee" if exact else "tf32"})
+    types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
+    types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
+    types |= {f"{name}_pointer": "*fp32" for name in ("gate", "moments")}
+    constants = {"D": 384, "WIDE": 512, "TM": 4, "GATED": True, "COUNTED": True, "MEASURED": True}
+    shared_memory(back._back_kernel, types, constants)
