@@ -182,15 +182,12 @@ def _tensors(output: Output, first: list[int]) -> list[Tensor]:
 def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     """A copy of what the graph will overwrite, for the first `images` of its batch."""
     *values, masks = made
-    if len(values) == 1:
-        whole = values[0].clone() if images == len(pattern.logits) else values[0]
-        values = [
-            part.view(like.shape)
-            for part, like in zip(
-                whole.tensor_split([pattern.logits.numel()]), (pattern.logits, pattern.features), strict=True
-            )
-        ]
-    if images < len(pattern.logits) or len(made) > 2:
+    whole = images == len(pattern.logits)
+    if len(values) == 1:  # one behind the other
+        joined = values[0].clone() if whole else values[0]
+        logits, features = joined.tensor_split([pattern.logits.numel()])
+        values = [logits.view(pattern.logits.shape), features.view(pattern.features.shape)]
+    if not whole or len(made) > 2:
         values = [value[:images].clone() for value in values]
     masks = masks[:, :images].clone()
     layers, same = len(pattern.trace.attended), pattern.trace.updated is pattern.trace.attended

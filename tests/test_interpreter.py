@@ -13,6 +13,7 @@ from interpreted import INTERPRETED, ON_GPU
 FILES = (
     "test_folded.py",
     "test_folded_kernels.py",
+    "test_folded_weights.py",
     "test_fused.py",
     "test_kernels.py",
     "test_merge_kernels.py",

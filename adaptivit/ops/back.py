@@ -122,25 +122,14 @@ def back(
     """As the reference, with the kernel where it can run; what is not live is not written then."""
     if not usable(rows.device) or rows.dtype == torch.float64:
         return reference(rows, cells, moved, place, gate, count)
-    return _run(rows, cells, moved, place, gate, count, False)[0]
+    gate = None if gate is None else gate.contiguous()
+    return _back(rows.contiguous(), cells, moved.contiguous(), place, gate, count, False)[0]
 
 
 def back_measured(
     rows: Tensor, cells: Tensor, moved: Tensor, place: Tensor, gate: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel's, and the moments [1, 2, R] of whole rows (norm_folded.py)."""
-    return _run(rows, cells, moved, place, gate, count, True)
-
-
-def _run(
-    rows: Tensor,
-    cells: Tensor,
-    moved: Tensor,
-    place: Tensor,
-    gate: Tensor | None,
-    count: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor]:
     gate = None if gate is None else gate.contiguous()
-    made: tuple[Tensor, Tensor] = _back(rows.contiguous(), cells, moved.contiguous(), place, gate, count, measures)
-    return made
+    out, moments = _back(rows.contiguous(), cells, moved.contiguous(), place, gate, count, True)
+    return out, moments

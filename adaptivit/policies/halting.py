@@ -78,7 +78,7 @@ class Halting:
 
     def straight_through(self) -> Tensor:
         """[B, N] weight from now on: 0/1 in the forward pass, the slope of a soft step in the backward: in c, or in the
-        margin, which does not vanish where a score is near 0 or 1."""
+        margin, which does not vanish where a score is near 0 or 1. No slope where nothing is learned."""
         if not torch.is_grad_enabled():
             return self.going.float()
         missing = self.threshold - self.eps - self.cumulative if self.margin is None else -self.margin
