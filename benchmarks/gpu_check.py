@@ -43,7 +43,7 @@ def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
     p, c, scale = noise(width, width, dtype=dtype) * width**-0.5, noise(width, dtype=dtype), noise(width, dtype=dtype)
     d64 = [t.double() for t in (x, w, b, p, c, scale)]
     name = f"{str(dtype)[6:]} width {width} live {live}/{room}"
-    for expected in (100, 5000, 30000):
+    for expected in (100, 5000, 6304, 30000):
         out = linear.linear(x, w, b, None, None, count, True, expected)[:live]
         close(
             f"linear gelu, tile for {expected}, {name}",

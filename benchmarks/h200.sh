@@ -7,8 +7,9 @@
 #   sh benchmarks/h200.sh folding OUT    DeiT-S: AHT-ViT and fold whose tokens fold, in every block and in three
 #   sh benchmarks/h200.sh others OUT     DeiT-T, ViT-B, 384 px
 #   sh benchmarks/h200.sh training OUT   training steps of AHT-ViT against static ones
+# A third word, e.g. "32 256": other batch sizes of small and tuned.
 set -u
-part=$1 out=$2
+part=$1 out=$2 sizes=${3:-1 32 256 1024}
 run="python3 -m adaptivit benchmark --seed 0"
 deit="--backbones deit_small_patch16_224"
 aht="--profile halting --policies aht:gamma=10,beta=-4.8"  # on these random weights it halts about as the profile does
@@ -26,13 +27,17 @@ warm)
   done
   for batch in 32 256; do
     $run $deit $peers $quick --batch-sizes $batch --repeats 1 --out "$out/warm-peers$batch" &
+    $run $deit $folding $quick --batch-sizes $batch --repeats 1 --out "$out/warm-folding$batch" &
   done
+  $run --backbones deit_tiny_patch16_224 --profile halting $quick --batch-sizes 256 --repeats 1 --out "$out/warm-t" &
+  $run --backbones vit_base_patch16_224 --profile halting $quick --batch-sizes 256 --repeats 1 --out "$out/warm-b" &
+  $run $deit --img-size 384 --profile halting $quick --batch-sizes 64 --repeats 1 --out "$out/warm-384" &
   $training --turns 1 --steps 1 --warm-up 1 --out "$out/training.csv" &
   wait ;;
 small)
-  $run $deit $aht $quick --batch-sizes 1 32 256 1024 --out "$out/deit_small" --plot ;;
+  $run $deit $aht $quick --batch-sizes $sizes --out "$out/deit_small" --plot ;;
 tuned)
-  $run $deit $aht $best --batch-sizes 1 32 256 1024 --out "$out/tuned" --plot ;;
+  $run $deit $aht $best --batch-sizes $sizes --out "$out/tuned" --plot ;;
 peers)
   $run $deit $peers $quick --batch-sizes 32 256 --out "$out/peers" --plot ;;
 folding)

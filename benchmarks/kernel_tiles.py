@@ -19,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.ops import linear, norm, norm_linear
+from adaptivit.ops import linear, norm, norm_folded, norm_linear
 
 LINEAR = [
     linear.Tile(m, n, k, warps, stages, residents, parts)
@@ -38,6 +38,15 @@ MANY = [  # three and four programs a multiprocessor: one wave where two would n
     for residents in (3, 4)
     if stages * (m + n) * k * 2 + m * 64 * 2 < 225_000 // residents
 ]
+BESIDE = [  # columns that are no power of two
+    linear.Tile(m, n, k, warps, stages, residents, 2, n // 2)
+    for m, n, warps in ((128, 128, 8), (128, 128, 4), (64, 128, 4), (64, 256, 8), (128, 64, 4), (64, 64, 4))
+    for k in (64, 128)
+    for stages in (2, 3, 4, 5)
+    for residents in (1, 2, 3)
+    if stages * (m + n + n // 2) * k * 2 + m * n < 225_000 // residents
+]
+KINDS = {"linear": LINEAR, "many": MANY, "beside": BESIDE}
 NORM_LINEAR = [
     norm_linear.Tile(m, n, span, warps, stages)
     for m, n, warps in ((16, 64, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8))
@@ -50,7 +59,9 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
 
-def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[Any], Callable[[Any], Tensor], Tensor]]:
+def cases(
+    rows: int, width: int, only: list[str], measured: bool
+) -> Iterator[tuple[str, list[Any], Callable[[Any], Tensor], Tensor]]:
     """What is timed: name, tiles, how to run one (None: as the library does), what should come out."""
     count = torch.tensor([rows], device="cuda", dtype=torch.int32)
     x, hidden = noise(rows, width), noise(rows, 4 * width)
@@ -64,17 +75,21 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
     for name, (given, out, adds) in shapes.items():
         weight, bias = noise(out, given.shape[1]) * given.shape[1] ** -0.5, noise(out)
         gelu, residual = name == "fc1", x if adds else None
-        if "linear" in only or "many" in only:
+        if kinds := [kind for kind in KINDS if kind in only]:
 
             def product(
                 tile: Any, given: Any = given, w: Any = weight, b: Any = bias, r: Any = residual, g: Any = gelu
             ) -> Tensor:
+                if measured and r is not None:
+                    if tile is None:
+                        return norm_folded.measured(given, w, b, r, None, count, rows)[0]
+                    return norm_folded.run_measured(given, w, b, r, None, count, tile)[0]
                 if tile is None:
                     return linear.linear(given, w, b, r, None, count, g, rows)
                 return linear.run(given, w, b, r, None, count, g, tile)
 
             f32 = [None if t is None else t.float() for t in (given, weight, bias, residual)]
-            tiles = LINEAR if "linear" in only else MANY
+            tiles = [tile for kind in kinds for tile in KINDS[kind]]
             yield f"linear {name}", tiles, product, linear.reference(*f32, None, count, gelu)  # type: ignore[arg-type]
         if "norm_linear" in only and not adds:
 
@@ -91,9 +106,9 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", default=["linear", "norm_linear"], choices=["linear", "many", "norm_linear"]
-    )
+    parser.add_argument("--only", nargs="+", default=["linear", "norm_linear"], choices=[*KINDS, "norm_linear"])
+    parser.add_argument("--products", nargs="+", default=["qkv", "proj", "fc1", "fc2"])
+    parser.add_argument("--measured", action="store_true", help="proj and fc2 measure the rows that they write")
     parser.add_argument("--rows", nargs="+", type=int, default=[197, 1576, 6304, 50432])
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--compile", metavar="I/N", help="only compile every N-th tile, from the I-th on")
@@ -102,7 +117,9 @@ def main() -> None:
     from triton.testing import do_bench_cudagraph
 
     for rows in [64] if options.compile else options.rows:
-        for name, tiles, run, reference in cases(rows, options.width, options.only):
+        for name, tiles, run, reference in cases(rows, options.width, options.only, options.measured):
+            if name.split()[-1] not in options.products:
+                continue
             if options.compile:
                 first, every = map(int, options.compile.split("/"))
                 tiles = tiles[first::every]
