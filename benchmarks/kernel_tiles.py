@@ -38,15 +38,7 @@ MANY = [  # three and four programs a multiprocessor: one wave where two would n
     for residents in (3, 4)
     if stages * (m + n) * k * 2 + m * 64 * 2 < 225_000 // residents
 ]
-BESIDE = [  # columns that are no power of two
-    linear.Tile(m, n, k, warps, stages, residents, 2, n // 2)
-    for m, n, warps in ((128, 128, 8), (128, 128, 4), (64, 128, 4), (64, 256, 8), (128, 64, 4), (64, 64, 4))
-    for k in (64, 128)
-    for stages in (2, 3, 4, 5)
-    for residents in (1, 2, 3)
-    if stages * (m + n + n // 2) * k * 2 + m * n < 225_000 // residents
-]
-KINDS = {"linear": LINEAR, "many": MANY, "beside": BESIDE}
+KINDS = {"linear": LINEAR, "many": MANY}
 NORM_LINEAR = [
     norm_linear.Tile(m, n, span, warps, stages)
     for m, n, warps in ((16, 64, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8))

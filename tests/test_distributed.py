@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from nursery import begin
 from test_data import SMALL, folder, refused, split_folder, train
 from test_resume import log, weights
 
@@ -74,44 +74,38 @@ def torchrun(
         return run.returncode, out.read(), wrong.read()
 
 
+def ranked(rank: int, first: Callable[[], None] | None, where: Path, out: Path, more: tuple[Any, ...]) -> int:
+    """In a process of its own: train as one of two."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    if first is not None:
+        first()
+    return train(where, out, *more)
+
+
 def start_pair(
-    where: Path, out: Path, *more: Any, port: int = 0, late: float = 0.0, environ: dict[str, str] | None = None
-) -> tuple[list[int], list[str]]:
-    """Two forks of this process as torchrun would start them: the imports are already there. Their codes, and what
-    they said. The second may be late."""
-    port = port or free_port()
-    pids = []
-    for rank in range(2):
-        pid = os.fork()
-        if pid == 0:
-            code = 99
-            try:
-                file = os.open(out.with_suffix(f".{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(file, 1)
-                os.dup2(file, 2)
-                sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-                AcceleratorState._reset_state(reset_partial_state=True)
-                PartialState._reset_state()
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-                os.environ |= environ or {}
-                signal.alarm(300)  # a process that waits for ever ends
-                time.sleep(rank * late)
-                code = train(where, out, *more)
-                sys.stdout.flush()
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return codes, [out.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
+    where: Path,
+    out: Path,
+    *more: Any,
+    first: Callable[[], None] | None = None,
+    port: int = 0,
+    late: float = 0.0,
+    **environ: str,
+) -> tuple[list[int | None], list[str]]:
+    """Two processes as torchrun would start them, with the imports already there. Their codes, and what they said. The
+    second may be late."""
+    environ["MASTER_PORT"] = str(port or free_port())
+    said = [out.with_suffix(f".{rank}.txt") for rank in range(2)]
+    pair = [
+        begin(ranked, rank, first, where, out, more, said=said[rank], after=rank * late, **environ) for rank in range(2)
+    ]
+    for process in pair:
+        process.join()
+    return [process.exitcode for process in pair], [file.read_text() for file in said]
 
 
-def pair(where: Path, out: Path, *more: Any) -> None:
-    codes, said = start_pair(where, out, *more)
+def pair(where: Path, out: Path, *more: Any, first: Callable[[], None] | None = None) -> None:
+    codes, said = start_pair(where, out, *more, first=first)
     assert codes == [0, 0], "".join(said)[-3000:]
 
 
@@ -195,12 +189,15 @@ def test_two_processes_that_accumulate_have_the_curve_of_one(tmp_path: Path, whe
     assert_close_weights(tmp_path / "one", tmp_path / "two", 2e-5)
 
 
+def quickly_compiled() -> None:
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+
+
 @pytest.mark.skipif("ADAPTIVIT_SLOW" not in os.environ, reason="half a minute of compiling; set ADAPTIVIT_SLOW=1")
-def test_two_processes_under_compile(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_under_compile(tmp_path: Path, where: Path) -> None:
     words = (*PLAIN, "--policy", "static", "--drop-path", 0.3, "--lr", 1e-4)
     assert train(where, tmp_path / "one", *words) == 0
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    pair(where, tmp_path / "two", *words, "--compile", "whole")
+    pair(where, tmp_path / "two", *words, "--compile", "whole", first=quickly_compiled)
     assert_same_curve(tmp_path / "one", tmp_path / "two", 1e-3)
 
 
@@ -246,22 +243,26 @@ def test_sharded_weights_train_like_whole_ones(tmp_path: Path, where: Path) -> N
     assert [s["processes"] for s in starts] == [2, 1]
 
 
-def test_sharding_is_really_sharding(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has half of the weights and of AdamW's state."""
+def watched() -> None:
+    """Each step says what the process holds."""
     from adaptivit.trainer import Trainer
 
     step = Trainer.step
 
-    def watched(self: Trainer, *arguments: Any) -> Any:
+    def told(self: Trainer, *arguments: Any) -> Any:
         found = step(self, *arguments)
         own = sum(getattr(p, "to_local", p.detach)().numel() for p in self.model.parameters())
         moments = [m for s in self.optimizer.state.values() for m in (s["exp_avg"], s["exp_avg_sq"])]
         print("HELD", own, sum(getattr(m, "to_local", m.detach)().numel() for m in moments))
         return found
 
-    monkeypatch.setattr(Trainer, "step", watched)
+    Trainer.step = told  # type: ignore[method-assign]
+
+
+def test_sharding_is_really_sharding(tmp_path: Path, where: Path) -> None:
+    """A process has half of the weights and of AdamW's state."""
     out = tmp_path / "two"
-    pair(where, out, *PLAIN, "--policy", "static", "--fsdp")
+    pair(where, out, *PLAIN, "--policy", "static", "--fsdp", first=watched)
     said = [out.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
     held = [[int(w) for w in text.split("HELD")[1].split()[:2]] for text in said]
     total = sum(v.numel() for v in weights(out).values())
@@ -299,26 +300,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory, where: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
-def test_killed_processes_leave_nobody_waiting_and_the_run_goes_on(
-    tmp_path: Path, where: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...]
-) -> None:
-    """Killed inside the fifth step, after the checkpoint of the fourth; the other one says what happened and ends."""
+def deadly(victims: tuple[int, ...]) -> None:
+    """Kill these processes inside the fifth step."""
     from adaptivit.trainer import Trainer
 
     run = Trainer._run
 
-    def deadly(self: Trainer, part: Any) -> Any:
+    def last(self: Trainer, part: Any) -> Any:
         found = run(self, part)
         self.runs = getattr(self, "runs", 0) + 1  # type: ignore[attr-defined]
         if self.runs == 5 and self.accelerator.process_index in victims:  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
+    Trainer._run = last  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_killed_processes_leave_nobody_waiting_and_the_run_goes_on(
+    tmp_path: Path, where: Path, whole: Path, victims: tuple[int, ...]
+) -> None:
+    """Killed inside the fifth step, after the checkpoint of the fourth; the other one says what happened and ends."""
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_run", deadly)
-        codes, said = start_pair(where, out, *KILLED)
+    codes, said = start_pair(where, out, *KILLED, first=partial(deadly, victims))
     assert [codes[v] for v in victims] == [-signal.SIGKILL] * len(victims)
     for rank in {0, 1} - set(victims):
         assert codes[rank] == 2
@@ -361,7 +365,7 @@ def test_processes_that_start_again_do_not_take_the_dead_for_each_other(tmp_path
     for attempt, late in (("0", 0.0), ("1", 2.0)):
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
         out = tmp_path / attempt
-        codes, said = start_pair(where, out, *more, port=store.port, late=late, environ=environ)
+        codes, said = start_pair(where, out, *more, port=store.port, late=late, **environ)
         assert codes == [0, 0], "".join(said)[-3000:]
 
 

@@ -47,14 +47,12 @@ def test_products(name: str, rows: int) -> None:
     tile = linear.tile_for(rows, width, "RESIDUAL" in does)
     part = f"tensordesc<bf16[{tile.m}, {tile.n // tile.parts}]>"
     types = {"x_tile": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "w_tile": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
-    types["beside_tile"] = f"tensordesc<bf16[{tile.beside or tile.n}, {tile.k}]>"
     types |= {"out_tile": part, "residual_tile": part, "bias_pointer": "*bf16", "scale_pointer": "*bf16"}
     types |= {"rows_pointer": "*i32", "moments_pointer": "*fp32", "sums_pointer": "*fp32", "seen_pointer": "*fp32"}
     types |= {"room": "i32", "eps": "fp32", "probe": "i32"}
     off = ("GELU", "SCALE", "RESIDUAL", "MEASURED", "NORMED", "PROBED", "EXACT")
     constants: dict[str, Any] = dict.fromkeys(off, False) | {"BIAS": True, "COUNTED": True, "PRECISION": "tf32"}
     constants |= {"N": width, "K": depth, "WIDTH": 128, "TM": tile.m, "TN": tile.n, "TK": tile.k, "PARTS": tile.parts}
-    constants["BESIDE"] = tile.beside
     taken = shared_memory(linear._linear_kernel, types, constants | does, num_warps=tile.warps, num_stages=tile.stages)
     assert max(tile.residents, 1) * (taken + RESERVED) <= SHARED
 

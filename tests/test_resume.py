@@ -10,12 +10,14 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import tyro
+from nursery import LIMIT, begin
 from safetensors.torch import load_file
 from test_data import SMALL, refused, split_folder, train
 
@@ -51,29 +53,22 @@ def assert_clean_log(out: Path, steps: int = 9, epochs: int = 3) -> None:
     assert [r["epoch"] for r in log(out) if r["kind"] == "validation"] == list(range(1, epochs + 1))
 
 
-def child(work: Callable[[], int], until: Callable[[], bool] | None = None) -> int:
-    """Run `work` in a process of its own and kill it when `until` is true; returns minus the signal, or its code."""
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            code = work()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 300
-    done, status = 0, 0
-    while not done:
+def trained(where: Path, out: Path, words: tuple[Any, ...], first: Callable[[], None] | None = None) -> int:
+    """In a process of its own: train, after something was changed there."""
+    if first is not None:
+        first()
+    return train(where, out, *words)
+
+
+def child(*given: Any, until: Callable[[], bool] | None = None) -> int | None:
+    """`trained` in a process that is killed when `until` is true; returns minus the signal, or its code."""
+    process, deadline = begin(trained, *given), time.monotonic() + LIMIT
+    while process.is_alive():
         if (until is not None and until()) or time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            done, status = os.waitpid(pid, 0)
-        else:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.002)
+            process.kill()
+        process.join(0.002)
     assert time.monotonic() < deadline, "the child hung"
-    return os.waitstatus_to_exitcode(status)
+    return process.exitcode
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +80,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return root / "in", weights(root / "out")
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a child: steps slow enough to be killed between them, and one near the end that waits for it."""
-    inner, parent = Trainer.step, os.getpid()
+def slow() -> None:
+    """Steps slow enough to be killed between them, and one near the end that waits for it."""
+    inner = Trainer.step
 
     def slower(self: Trainer, batch: Any, step: int, *arguments: Any) -> Any:
-        if os.getpid() != parent:
-            time.sleep(600 if step == 7 else 0.04)
+        time.sleep(600 if step == 7 else 0.04)
         return inner(self, batch, step, *arguments)
 
-    monkeypatch.setattr(Trainer, "step", slower)
+    Trainer.step = slower  # type: ignore[method-assign]
 
 
 def test_the_same_run_twice_is_the_same(whole: Any, tmp_path: Path) -> None:
@@ -104,15 +97,11 @@ def test_the_same_run_twice_is_the_same(whole: Any, tmp_path: Path) -> None:
     assert_same_weights(weights(tmp_path), whole[1])
 
 
-@pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(("every", "at"), [(2, 5), (0, 5), (0, 1)])
 def test_killed_and_resumed_is_bit_for_bit_the_same(whole: Any, tmp_path: Path, every: int, at: int) -> None:
     """A checkpoint every so many steps (0: epochs of 3 steps alone), killed when this step has been logged."""
     words = (*HARD, "--checkpoint-steps", every)
-    code = child(
-        lambda: train(whole[0], tmp_path, *words),
-        lambda: any(r["step"] >= at for r in log(tmp_path)),
-    )
+    code = child(whole[0], tmp_path, words, slow, until=lambda: any(r["step"] >= at for r in log(tmp_path)))
     assert code == -signal.SIGKILL
     assert not (tmp_path / "model").exists()
     assert at <= max(r["step"] for r in log(tmp_path)) < 9, "it was killed in the middle"
@@ -127,23 +116,23 @@ MOMENTS = [("checkpoint", 1), (".checkpoint.old", 1), ("checkpoint", 2), ("train
 MOMENTS += [("curves.png", 1), ("model.safetensors", 4), ("model", 1), ("environment.json", 1)]
 
 
-@pytest.mark.parametrize(("name", "time"), MOMENTS)
-def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, name: str, time: int) -> None:
-    """Killed just before a file or directory of this name is moved to its place for the nth time."""
+def deadly(name: str, time: int) -> None:
+    """Kill this process just before a file or directory of this name is moved to its place for the nth time."""
     replace, count = os.replace, 0
 
-    def deadly(source: Any, target: Any) -> None:
+    def move(source: Any, target: Any) -> None:
         nonlocal count
         count += Path(target).name == name
         if count == time:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
-    def work() -> int:
-        os.replace = deadly
-        return train(whole[0], tmp_path, *HARD)
+    os.replace = move
 
-    assert child(work) == -signal.SIGKILL
+
+@pytest.mark.parametrize(("name", "time"), MOMENTS)
+def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, name: str, time: int) -> None:
+    assert child(whole[0], tmp_path, HARD, partial(deadly, name, time)) == -signal.SIGKILL
     assert train(whole[0], tmp_path, *HARD, "--resume") == 0
     assert_same_weights(weights(tmp_path), whole[1])
     assert_clean_log(tmp_path)

@@ -49,8 +49,7 @@ def reference(
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut: rows, columns and depth of a tile, warps, pipeline stages, programs a multiprocessor (0:
-    one program a tile), the parts in which a tile is written, and columns more `beside` it, as wide as a part: tensors
-    of Triton are powers of two wide, and 384 columns are best cut in two."""
+    one program a tile), and the parts in which a tile is written."""
 
     m: int
     n: int
@@ -59,11 +58,6 @@ class Tile:
     stages: int
     residents: int
     parts: int = 1
-    beside: int = 0
-
-    @property
-    def columns(self) -> int:
-        return self.n + self.beside
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def tile_for(rows: int, width: int, adds: bool, wide: bool = False) -> Tile:
         return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 3, 2, 2)
     if rows < 16384:
         if not narrow and 2 * 132 < -(-rows // 64) * (width // 128) <= 3 * 132:  # one wave of three, two of two
-            return Tile(64, 128, 64, 4, 2, 3, 2) if width % 192 else Tile(128, 128, 64, 8, 4, 1, 2, 64)
+            return Tile(64, 128, 64, 4, 2, 3, 2)
         return Tile(64, 64, 64, 4, 4, 3) if narrow else Tile(64, 128, 64, 4, 4, 2, 2)
     return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 5, 1)
 
@@ -194,7 +188,6 @@ if triton is not None:
     def _linear_kernel(
         x_tile,
         w_tile,
-        beside_tile,
         out_tile,
         residual_tile,
         bias_pointer,
@@ -213,7 +206,6 @@ if triton is not None:
         TN: tl.constexpr,
         TK: tl.constexpr,
         PARTS: tl.constexpr,
-        BESIDE: tl.constexpr,
         GELU: tl.constexpr,
         BIAS: tl.constexpr,
         SCALE: tl.constexpr,
@@ -228,21 +220,15 @@ if triton is not None:
         rows = room
         if COUNTED:
             rows = tl.load(rows_pointer)
-        columns: tl.constexpr = TN + BESIDE
-        across: tl.constexpr = (N + columns - 1) // columns
+        across: tl.constexpr = (N + TN - 1) // TN
         tiles = tl.cdiv(rows, TM) * across
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             m = (tile // across) * TM
-            n = (tile % across) * columns
+            n = (tile % across) * TN
             total = tl.zeros((TM, TN), dtype=tl.float32)
-            if BESIDE:
-                more = tl.zeros((TM, BESIDE), dtype=tl.float32)
             for k in range(0, K, TK):
                 x = x_tile.load([m, k])
                 w = w_tile.load([n, k])
-                if BESIDE:
-                    w_more = beside_tile.load([n + TN, k])
-                    more = tl.dot(x, w_more.T, more, input_precision=PRECISION)
                 total = tl.dot(x, w.T, total, input_precision=PRECISION)
             row = m + tl.arange(0, TM)
             mean, steep = 0.0, 1.0
@@ -274,15 +260,6 @@ if triton is not None:
                 if MEASURED:
                     second = _measure(value, n + half, N, half)
                     centre, squares = _join(*first, *second)
-            if BESIDE:
-                value = _write(
-                    *(more, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + TN),
-                    *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, BESIDE, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, EXACT),
-                )
-                if MEASURED:
-                    known = tl.minimum(N - n, TN).to(tl.float32)
-                    centre, squares = _join(centre, squares, known, *_measure(value, n + TN, N, BESIDE))
             if MEASURED:
                 at = moments_pointer + 2 * (tile % across) * room + row
                 tl.store(at, centre, mask=row < rows)
@@ -333,12 +310,11 @@ def run(
         return out
     part = [tile.m, tile.n // tile.parts]
     out_tile = TensorDescriptor.from_tensor(out, part)
-    tiles = triton.cdiv(room, tile.m) * triton.cdiv(width, tile.columns)
+    tiles = triton.cdiv(room, tile.m) * triton.cdiv(width, tile.n)
     programs = min(tiles, multiprocessors(x.device) * tile.residents) if tile.residents else tiles
     _linear_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
         TensorDescriptor.from_tensor(weight, [tile.n, tile.k]),
-        TensorDescriptor.from_tensor(weight, [tile.beside or tile.n, tile.k]),
         out_tile,
         out_tile if residual is None else TensorDescriptor.from_tensor(residual, part),
         weight if bias is None else bias,
@@ -357,7 +333,6 @@ def run(
         TN=tile.n,
         TK=tile.k,
         PARTS=tile.parts,
-        BESIDE=tile.beside,
         GELU=gelu,
         BIAS=bias is not None,
         SCALE=scale is not None,

@@ -70,7 +70,7 @@ def reference(
 
 def piece(expected: int, width: int, dtype: torch.dtype) -> int:
     """Of how many columns `measured` gives moments, one after the other."""
-    return tile_for(expected, width, True, dtype == torch.float32).columns
+    return tile_for(expected, width, True, dtype == torch.float32).n
 
 
 @torch.library.custom_op("adaptivit::linear_measured", mutates_args=())
@@ -105,7 +105,7 @@ def run_measured(
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
     """`measured` with a tile of one's own."""
-    pieces = triton.cdiv(len(weight), tile.columns)
+    pieces = triton.cdiv(len(weight), tile.n)
     moments = torch.empty(pieces, 2, len(x), dtype=torch.float32, device=x.device)
     return products.run(x, weight, bias, residual, scale, rows, False, tile, moments), moments
 
