@@ -158,8 +158,7 @@ def _on_layout(
     if layout != "captured":
         return Contender(partial(model, layout=layout), model)
     captured = model.capture(at.batch, profile=at.images if trace is None else trace, compile=compiled)
-    recording = partial(model, layout=captured.layout)
-    return Contender(captured, model, recording, layout="captured", graph=True, plan=captured.explain())
+    return Contender(captured, model, captured.record, layout="captured", graph=True, plan=captured.explain())
 
 
 # -- static baselines -----------------------------------------------------------------------------------------------

@@ -72,15 +72,13 @@ class Captured:
             folded = Folded(model.vit) if folds else None
             self._pattern = model._run(choice, self._images, plan=plan, turn=turn, folded=folded)
             folded = None if folded is None or not folded.settle() else folded
-            self._folded = folded
+            self._folded, self._choice = folded, choice
             first, _ = _masks(self._pattern)
 
             def run(images: Tensor) -> list[Tensor]:
                 return _tensors(model._run(choice, images, plan=plan, turn=turn, folded=folded), first)
 
-            step: Callable[[Tensor], list[Tensor]] = run
-            if self.compiled:
-                step = compiled(run, fullgraph=True)
+            step: Callable[[Tensor], list[Tensor]] = compiled(run, fullgraph=True) if self.compiled else run
             stream = torch.cuda.Stream(weight.device)
             stream.wait_stream(torch.cuda.current_stream(weight.device))
             with torch.cuda.stream(stream):
@@ -119,7 +117,7 @@ class Captured:
     def __call__(self, images: Tensor, *, budget: Budgets | None = None, max_macs: Budgets | None = None) -> Output:
         """Classify `images` [b, C, H, W], b <= batch. The answer is the caller's own.
 
-        Its trace says who was computed where; the policy's steps and facts come from the model itself.
+        Its trace says who was computed where; record() gives the policy's steps and facts, too.
         """
         if images.shape != self._images.shape or images.dtype != self._images.dtype or not images.is_cuda:
             self._check(images)
@@ -134,6 +132,17 @@ class Captured:
             self._images[: len(images)].copy_(images)
             self._graph.replay()
             return _answer(self._pattern, self._made, len(images))
+
+    def record(self, images: Tensor) -> Output:
+        """The same pass of a whole batch, run and not replayed: its trace has the policy's steps and facts. The model
+        itself rounds otherwise where norms are folded, and may then decide otherwise."""
+        if images.shape != self._images.shape:
+            raise UserError(f"record: expected images {tuple(self._images.shape)}, got {tuple(images.shape)}.")
+        with torch.inference_mode():
+            if self._folded is not None:
+                self._folded.update()
+            self._set(images, None, None)
+            return self.model._run(self._choice, images, plan=self.plan, turn=self._turn, folded=self._folded)
 
     def refresh(self) -> None:
         """Take over weights that were changed in a way that torch does not count (`weight.data`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`run` through torch.compile, for fixed shapes."""
     if _version() < (2, 13):
         _shorten_messages()
-    return torch.compile(run, dynamic=False, **options)
+    return torch.compile(_apart(run), dynamic=False, **options)
+
+
+def _apart(run: Any) -> FunctionType:
+    """The same function with code of its own. torch counts compilations by code, and gives up after a few; closures of
+    one place share it, so that a process could not capture its ninth model."""
+    own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    own.__kwdefaults__, own.__module__ = run.__kwdefaults__, run.__module__
+    return own
 
 
 def _version() -> tuple[int, ...]:

@@ -196,7 +196,7 @@ def test_padding_refuses_what_it_cannot_carry_out() -> None:
 
 
 def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does on a GPU, with a stand-in for the CUDA graph: steps come from the model itself."""
+    """What it does on a GPU, with a stand-in for the CUDA graph: steps come from its own pass, recorded."""
 
     class Captured:
         layout = "packed"
@@ -209,6 +209,9 @@ def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, m
         def __call__(self, images: torch.Tensor) -> Any:
             output = self.model(images, layout="packed")
             return replace(output, trace=replace(output.trace, steps=()))
+
+        def record(self, images: torch.Tensor) -> Any:
+            return self.model(images, layout="packed")
 
         def explain(self) -> str:
             return "a stand-in"

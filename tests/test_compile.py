@@ -135,3 +135,20 @@ def test_blocks_share_their_graphs() -> None:
     assert made == 3
     step(trainer("aht", "blocks", "fp32"), 0)
     assert counters["stats"]["unique_graphs"] == made + 4  # leave and feed with masks, feed that shows an element
+
+
+# -- many of them ---------------------------------------------------------------------------------------------------
+def test_a_process_compiles_as_many_models_as_it_likes() -> None:
+    """Closures of one place, as captured passes are: torch gives up at the ninth set of constants of one code."""
+    torch._dynamo.reset()
+    x = torch.ones(3)
+
+    def scaled(by: float, *, more: float = 1.0) -> Any:
+        def run(x: Tensor) -> Tensor:
+            return x * by + more
+
+        return run
+
+    for number in range(torch._dynamo.config.recompile_limit + 4):
+        made = compiling.compiled(scaled(number + 0.5), fullgraph=True, backend="eager")
+        assert torch.equal(made(x), x * (number + 0.5) + 1)

@@ -18,6 +18,7 @@ import adaptivit
 from adaptivit import capture, fused
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.dial import Turn
+from adaptivit.errors import UserError
 from adaptivit.folded import Folded
 from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
 from adaptivit.layouts.base import Moments, Stream
@@ -293,10 +294,17 @@ def test_a_captured_call_sees_changed_weights() -> None:
     captured._ends, captured._turn, captured._folded = (), Turn(model.policy), folded  # type: ignore[assignment]
     captured._pattern, captured._made, captured._graph = pattern, made, Replay(step)  # type: ignore[assignment]
     captured.asked, captured.plan, captured.compiled = "auto", None, False
+    captured._choice = model._choose("packed", images.device)
     assert "; 3 norms inside products" in captured.explain()
     for change in (lambda: None, lambda: randomise(model.vit, 5)):
         change()
-        assert_same(captured(images), others.run(model, images, "masked", False))
+        expected = others.run(model, images, "masked", False)
+        assert_same(captured(images), expected)
+        recorded = captured.record(images)
+        assert_same(recorded, expected)
+        assert len(recorded.trace.steps) == len(expected.trace.steps) > 0
+    with pytest.raises(UserError, match=r"expected images \(2, .* got \(1, "):
+        captured.record(images[:1])
     for p in model.vit.parameters():
         p.data.mul_(0.9)
     captured.refresh()
@@ -354,6 +362,8 @@ def test_a_captured_pass(case: str, compiled: bool) -> None:
         expected = others.run(model, images, "auto", True)
         assert_same(captured(images), expected, 1e-4)
         assert_same(apart(images), expected, 1e-4)
+        if batch == 4:
+            assert_same(captured.record(images), captured(images), 1e-5)
     for p in model.vit.parameters():
         p.data.mul_(0.9)
     captured.refresh()
