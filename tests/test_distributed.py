@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from nursery import begin
+from nursery import begin, ended
 from test_data import SMALL, folder, refused, split_folder, train
 from test_resume import log, weights
 
@@ -99,9 +99,7 @@ def start_pair(
     pair = [
         begin(ranked, rank, first, where, out, more, said=said[rank], after=rank * late, **environ) for rank in range(2)
     ]
-    for process in pair:
-        process.join()
-    return [process.exitcode for process in pair], [file.read_text() for file in said]
+    return [ended(process) for process in pair], [file.read_text() for file in said]
 
 
 def pair(where: Path, out: Path, *more: Any, first: Callable[[], None] | None = None) -> None:
