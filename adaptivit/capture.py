@@ -119,30 +119,31 @@ class Captured:
 
         Its trace says who was computed where; record() gives the policy's steps and facts, too.
         """
+        with torch.inference_mode():
+            self._make_ready(images, budget, max_macs)
+            self._images[: len(images)].copy_(images)
+            self._graph.replay()
+            return _answer(self._pattern, self._made, len(images))
+
+    def record(self, images: Tensor) -> Output:
+        """The same pass of a whole batch, neither compiled nor replayed: its trace has the policy's steps and facts.
+        The model itself rounds otherwise where norms are folded, and may then decide otherwise."""
+        if images.shape != self._images.shape:
+            raise UserError(f"record: expected images {tuple(self._images.shape)}, got {tuple(images.shape)}.")
+        with torch.inference_mode():
+            self._make_ready(images, None, None)
+            return self.model._run(self._choice, images, plan=self.plan, turn=self._turn, folded=self._folded)
+
+    def _make_ready(self, images: Tensor, budget: Budgets | None, max_macs: Budgets | None) -> None:
         if images.shape != self._images.shape or images.dtype != self._images.dtype or not images.is_cuda:
             self._check(images)
         if any(getattr(module, name).data_ptr() != place for module, name, place in self._ends):
             raise UserError(
                 "The model was converted or moved, or its weights replaced, after capture; capture it again."
             )
-        with torch.inference_mode():
-            if self._folded is not None:
-                self._folded.update()
-            self._set(images, budget, max_macs)
-            self._images[: len(images)].copy_(images)
-            self._graph.replay()
-            return _answer(self._pattern, self._made, len(images))
-
-    def record(self, images: Tensor) -> Output:
-        """The same pass of a whole batch, run and not replayed: its trace has the policy's steps and facts. The model
-        itself rounds otherwise where norms are folded, and may then decide otherwise."""
-        if images.shape != self._images.shape:
-            raise UserError(f"record: expected images {tuple(self._images.shape)}, got {tuple(images.shape)}.")
-        with torch.inference_mode():
-            if self._folded is not None:
-                self._folded.update()
-            self._set(images, None, None)
-            return self.model._run(self._choice, images, plan=self.plan, turn=self._turn, folded=self._folded)
+        if self._folded is not None:
+            self._folded.update()
+        self._set(images, budget, max_macs)
 
     def refresh(self) -> None:
         """Take over weights that were changed in a way that torch does not count (`weight.data`)."""

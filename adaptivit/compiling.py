@@ -10,7 +10,7 @@ import torch
 
 
 def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`run` through torch.compile, for fixed shapes."""
+    """`run`, a plain function, through torch.compile, for fixed shapes."""
     if _version() < (2, 13):
         _shorten_messages()
     return torch.compile(_apart(run), dynamic=False, **options)

@@ -2,7 +2,8 @@
 
 The tables behind tile_for in adaptivit/ops/. Triton compiles every tile first, which takes long: run it with --compile
 I/N in N processes side by side (nothing is timed then), and then once without. Prints the fastest tiles of every case,
-with the error against float32, beside the tile that tile_for chooses.
+with the error against float32, beside the tile that tile_for chooses. --products fc2 --measured: those alone, with the
+moments of what they write.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MANY = [  # three and four programs a multiprocessor: one wave where two would n
     for residents in (3, 4)
     if stages * (m + n) * k * 2 + m * 64 * 2 < 225_000 // residents
 ]
+PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 KINDS = {"linear": LINEAR, "many": MANY}
 NORM_LINEAR = [
     norm_linear.Tile(m, n, span, warps, stages)
@@ -99,7 +101,7 @@ def cases(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["linear", "norm_linear"], choices=[*KINDS, "norm_linear"])
-    parser.add_argument("--products", nargs="+", default=["qkv", "proj", "fc1", "fc2"])
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--measured", action="store_true", help="proj and fc2 measure the rows that they write")
     parser.add_argument("--rows", nargs="+", type=int, default=[197, 1576, 6304, 50432])
     parser.add_argument("--width", type=int, default=384)

@@ -198,9 +198,9 @@ def test_padding_refuses_what_it_cannot_carry_out() -> None:
 def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does on a GPU, with a stand-in for the CUDA graph: steps come from its own pass, recorded."""
 
-    class Captured:
-        layout = "packed"
+    recorded: list[torch.Tensor] = []
 
+    class Captured:
         def __init__(self, model: AdaptiveViT, batch: int, profile: Any) -> None:
             assert batch == 2
             assert profile is not None
@@ -211,6 +211,7 @@ def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, m
             return replace(output, trace=replace(output.trace, steps=()))
 
         def record(self, images: torch.Tensor) -> Any:
+            recorded.append(images)
             return self.model(images, layout="packed")
 
         def explain(self) -> str:
@@ -225,6 +226,7 @@ def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, m
         benchmark_contenders._on_layout, at, "captured", True, lambda: benchmark_contenders._replaying(at, trace)
     )
     checked = benchmark._checked(make, at)
+    assert len(recorded) == 1
     assert (checked.figures["layout"], checked.contender.graph) == ("captured", True)
     assert checked.figures["plan"] == "a stand-in"
     assert checked.figures["relative_error"] < 1e-5

@@ -143,8 +143,8 @@ def test_a_process_compiles_as_many_models_as_it_likes() -> None:
     torch._dynamo.reset()
     x = torch.ones(3)
 
-    def scaled(by: float, *, more: float = 1.0) -> Any:
-        def run(x: Tensor) -> Tensor:
+    def scaled(by: float) -> Any:
+        def run(x: Tensor, *, more: float = 1.0) -> Tensor:
             return x * by + more
 
         return run

@@ -277,7 +277,7 @@ class Replay:
 
 @here
 @pytest.mark.usefixtures("many")
-def test_a_captured_call_sees_changed_weights() -> None:
+def test_a_captured_call_sees_changed_weights(calls: dict[str, int]) -> None:
     """But for the graph itself."""
     model, images = make("aht"), images_of()
     captured = capture.Captured.__new__(capture.Captured)
@@ -294,13 +294,16 @@ def test_a_captured_call_sees_changed_weights() -> None:
     captured._ends, captured._turn, captured._folded = (), Turn(model.policy), folded  # type: ignore[assignment]
     captured._pattern, captured._made, captured._graph = pattern, made, Replay(step)  # type: ignore[assignment]
     captured.asked, captured.plan, captured.compiled = "auto", None, False
-    captured._choice = model._choose("packed", images.device)
+    with torch.inference_mode():
+        captured._choice = model._choose("packed", images.device)
     assert "; 3 norms inside products" in captured.explain()
     for change in (lambda: None, lambda: randomise(model.vit, 5)):
         change()
         expected = others.run(model, images, "masked", False)
         assert_same(captured(images), expected)
+        calls.update(dict.fromkeys(calls, 0))
         recorded = captured.record(images)
+        assert calls["normed"] == folded.norms == 3
         assert_same(recorded, expected)
         assert len(recorded.trace.steps) == len(expected.trace.steps) > 0
     with pytest.raises(UserError, match=r"expected images \(2, .* got \(1, "):

@@ -90,7 +90,7 @@ def _short(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
     first = replace(_first(**FIRST)[0], seed=0)
     on = Run(TRAINED_ON, "static", start=STATIC, change={"epochs": ABLATION_EPOCHS})
     given: dict[str, Any] = {"data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON, "one_cost": True}
-    given |= {"time": "2 to 6 minutes a row, compiling included, about 10 of them side by side on an H200"}
+    given |= {"time": "2 to 7 minutes a row, compiling included, 10 to 14 of them side by side on an H200"}
     given |= {**_CURVES, **more}
     given["protocol"] += (
         " All seeds go on from the static model of seed 0, which has seen some of the validation images of other "
