@@ -23,6 +23,7 @@ from adaptivit.ops import (
     compact,
     evidence,
     linear,
+    meet,
     merge,
     norm,
     norm_folded,
@@ -111,19 +112,27 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
         best, some = two.values[..., 0], two.values[..., 0] > float("-inf")
         close(f"{what} {name}", value[some], best[some], 1e-6)
         clear = ~some | (two.values[..., 0] - two.values[..., 1] > 1e-6)
-        same = torch.equal(slot[clear], torch.where(some, two.indices[..., 0], -1)[clear])
-        print(f"{'ok   ' if same else 'WRONG'} {what}: who, {name}")
-        WRONG.extend([] if same else [f"{what}: who, {name}"])
+        same(f"{what}: who, {name}", (slot[clear],), (torch.where(some, two.indices[..., 0], -1)[clear],))
 
     allowed = here[:, :, None] & (among & here)[:, None, :]
     found = similar.nearest(units, index, offsets, among, here)
     compare("nearest", *found, cosine.masked_fill(~allowed, float("-inf")))
     leaving, patches_ = ~among, here & (torch.arange(slots, device="cuda") > 0)
     stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
-    into = similar.joins(units, index, offsets, leaving, patches_, here)
-    into = torch.where(leaving, into, -1)
+    size, say = torch.rand(2, *here.shape, device="cuda") + 0.1
+    with torch.inference_mode():
+        into, scale, after = meet.meet(units, patches_, here, leaving, None, 0, size, say)
     best = cosine.masked_fill(~stay, float("-inf"))
-    compare("joins", best.max(-1).values, into, best)
+    compare("meet", best.max(-1).values, torch.where(leaving, into, -1), best)
+    for part, out, want in zip(
+        ("scale", "size"), (scale, after), merge.reference_join(into, size.double(), here, say.double()), strict=True
+    ):
+        close(f"meet, {part} {name}", out, want, 1e-5)
+    score = noise(*here.shape, dtype=torch.float32)
+    rest = select.reference(score, patches_, 3, rest=True)
+    with torch.inference_mode():
+        ranked = meet.meet(units, patches_, here, None, score, 3, size, say)
+        same(f"meet, ranked {name}", ranked, meet.meet(units, patches_, here, rest, None, 0, size, say))
     if not ragged_rows and slots > 3:
         order = torch.stack([torch.cat([cells.new_zeros(1), torch.randperm(slots - 1, device="cuda") + 1])] * 9)
         a, b = order[:, ::2], order[:, 1::2]
@@ -133,9 +142,7 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
         compare("match", value, column, pick.masked_fill((a < 1)[..., None], float("-inf")))
         given = (value, slot, order, here, (slots - 1) // 3, 1)
         got, want = pairs.pairs(*given), pairs.reference(*given)
-        same = all(torch.equal(one, two) for one, two in zip(got, want, strict=True))
-        print(f"{'ok   ' if same else 'WRONG'} pairs {name}")
-        WRONG.extend([] if same else [f"pairs {name}"])
+        same(f"pairs {name}", got, want)
 
 
 def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:

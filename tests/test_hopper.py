@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.ops import back, kernels, linear, merge
+from adaptivit.ops import back, kernels, linear, meet, merge
 
 pytestmark = pytest.mark.skipif(
     kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
@@ -71,3 +71,13 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype) -> None:
     types |= {f"{name}_pointer": "*fp32" for name in ("gate", "moments")}
     constants = {"D": 384, "WIDE": 512, "TM": 4, "GATED": True, "COUNTED": True, "MEASURED": True}
     shared_memory(back._back_kernel, types, constants)
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_patches_that_fold(ranked: bool) -> None:
+    """197 tokens with heads of 64."""
+    types = {f"{name}_pointer": "*u8" for name in ("patches", "here", "leaving")}
+    types |= {f"{name}_pointer": "*fp32" for name in ("score", "size", "say", "scale", "after")}
+    types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
+    constants = {"d": 64, "WIDE": 64, "ALL": 256, "TM": 32, "TN": 64, "RANKED": ranked, "SUMS": True, "SAYS": True}
+    shared_memory(meet._meet_kernel, types, constants, num_warps=8)

@@ -16,6 +16,7 @@ FILES = (
     "test_folded_weights.py",
     "test_fused.py",
     "test_kernels.py",
+    "test_meet_kernels.py",
     "test_merge_kernels.py",
     "test_similar_kernels.py",
     "test_weighted_kernels.py",

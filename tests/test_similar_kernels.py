@@ -205,25 +205,6 @@ def test_nan_is_like_nobody() -> None:
 
 
 @here
-@pytest.mark.parametrize("kind", KINDS)
-def test_joins(kind: str) -> None:
-    rows = Rows(tokens(kind, 70), 2, 64, torch.float32, kind)
-    patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
-    for share in (0.0, 0.3, 1.0):
-        leaving = some(4, 70, share=share)
-        found = similar.joins(rows.units, rows.index, rows.offsets, leaving, patches, rows.here)
-        own = torch.arange(70, device=DEVICE)
-        for image in range(4):
-            stay = patches[image] & ~leaving[image]
-            goes = leaving[image] & patches[image]
-            cosine = rows.cosine(image).masked_fill(~stay, NOBODY)
-            best, expected = cosine.max(-1)
-            expected = torch.where(best == NOBODY, -1, expected)
-            expected = torch.where(leaving[image], torch.where(goes, expected, -1), own)
-            assert torch.equal(found[image], expected)
-
-
-@here
 @widths
 @pytest.mark.parametrize("n", [2, 3, 70, 71])
 def test_match(n: int, width: int) -> None:

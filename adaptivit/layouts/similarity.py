@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import similar
+from ..ops import meet, similar
+from ..ops.meet import Met
+from ..ops.merge import join
+from ..ops.select import top
 
 
 def mean_key(k: Tensor) -> Tensor:
@@ -39,6 +42,24 @@ class Similarity(ABC):
         _, nearest = self.nearest(patches & ~leaving)
         slot = torch.arange(leaving.shape[1], device=leaving.device).expand_as(leaving)
         return torch.where(leaving, torch.where(patches, nearest, -1), slot)
+
+    def meet(
+        self,
+        patches: Tensor,
+        size: Tensor,
+        say: Tensor | None = None,
+        *,
+        leaving: Tensor | None = None,
+        score: Tensor | None = None,
+        count: int = 0,
+    ) -> Met:
+        """joins(), and what comes of it: the part of each in the mean, weighted by `say` (by default the sizes), and
+        the sizes after, [B, N] each. Who leaves: `leaving`, or all patches but the `count` with the highest score."""
+        if leaving is None:
+            assert score is not None
+            leaving = top(score, patches, count, rest=True)
+        into = self.joins(leaving, patches)
+        return into, *join(into, size, self.here, say)
 
 
 class Cosines(Similarity):
@@ -105,7 +126,19 @@ class SimilarityOnDevice(Similarity, Match):
         return similar.nearest(self.unit, self.index, self.offsets, among, self.here)
 
     def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
-        return similar.joins(self.unit, self.index, self.offsets, leaving, patches, self.here)
+        return meet.joins(self.unit, leaving, patches, self.here)
+
+    def meet(
+        self,
+        patches: Tensor,
+        size: Tensor,
+        say: Tensor | None = None,
+        *,
+        leaving: Tensor | None = None,
+        score: Tensor | None = None,
+        count: int = 0,
+    ) -> Met:
+        return meet.meet(self.unit, patches, self.here, leaving, score, count, size, say)
 
     def match(self, a: Tensor, b: Tensor, least: int) -> tuple[Tensor, Tensor]:
         return similar.match(self.unit, a, b, self.here.shape[1], least)

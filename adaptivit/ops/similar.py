@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .kernels import multiprocessors, power_of_two, tl, triton, usable
 
-NEAREST, JOINS, MATCH = 0, 1, 2  # what is asked of the kernel
+NEAREST, MATCH = 0, 1  # what is asked of the kernel
 
 
 def _cells(index: Tensor, offsets: Tensor | None, slots: int) -> Tensor:
@@ -62,13 +62,6 @@ def nearest_reference(units: Tensor, among: Tensor, here: Tensor) -> tuple[Tenso
     u = units.unflatten(0, here.shape).masked_fill(~here[..., None, None], 0.0)
     own = torch.eye(here.shape[1], dtype=torch.bool, device=here.device)
     return _closest(u, u, here[:, :, None] & (among & here)[:, None, :] & ~own)
-
-
-def joins_reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
-    """[B, N] slot."""
-    _, slot = nearest_reference(units, patches & ~leaving, here)
-    own = torch.arange(here.shape[1], device=here.device).expand_as(here)
-    return torch.where(leaving, torch.where(patches, slot, -1), own)
 
 
 def match_reference(units: Tensor, a: Tensor, b: Tensor, slots: int, least: int) -> tuple[Tensor, Tensor]:
@@ -143,9 +136,8 @@ if triton is not None:
         offsets_pointer,
         one_pointer,  # who asks
         two_pointer,  # who is asked for
-        among_pointer,  # [B, N]: who is asked for (NEAREST), patches (JOINS)
-        leaving_pointer,  # [B, N] (JOINS)
-        here_pointer,  # [B, N]
+        among_pointer,  # [B, N]: who is asked for (NEAREST)
+        here_pointer,  # [B, N] (NEAREST)
         value_pointer,
         slot_pointer,
         tiles,
@@ -174,21 +166,17 @@ if triton is not None:
         base = image.to(tl.int64) * slots
         units_pointer += base * (2 * d)
         among_pointer += base
-        leaving_pointer += base
         here_pointer += base
         i = first + tl.arange(0, TM)
         inside = i < n
         c = tl.arange(0, WIDE)
         slot = _slot_of(one_pointer, image, i, inside, start, slots, one_image, one_stride, RAGGED)
         asks = inside
-        if WHAT == 2:
+        if WHAT == 1:
             asks = inside & (slot >= least)
         else:
             inside = inside & (tl.load(here_pointer + slot, mask=inside, other=0) != 0)
             asks = inside
-        if WHAT == 1:
-            leaves = tl.load(leaving_pointer + slot, mask=inside, other=0) != 0
-            asks = leaves & (tl.load(among_pointer + slot, mask=inside, other=0) != 0)
         place = slot[:, None] * (2 * d) + c[None, :]
         seen = asks[:, None] & (c < d)[None, :]
         high = tl.load(units_pointer + place, mask=seen, other=0.0)
@@ -200,13 +188,11 @@ if triton is not None:
             j = other + tl.arange(0, TN)
             allowed = j < m
             rival = _slot_of(two_pointer, image, j, allowed, start, slots, two_image, two_stride, RAGGED)
-            if WHAT == 2:
+            if WHAT == 1:
                 allowed = allowed & (rival >= least)
             else:
                 allowed = allowed & (tl.load(here_pointer + rival, mask=allowed, other=0) != 0)
                 allowed = allowed & (tl.load(among_pointer + rival, mask=allowed, other=0) != 0)
-            if WHAT == 1:
-                allowed = allowed & (tl.load(leaving_pointer + rival, mask=allowed, other=0) == 0)
             at = rival[:, None] * (2 * d) + c[None, :]
             known = allowed[:, None] & (c < d)[None, :]
             their_high = tl.load(units_pointer + at, mask=known, other=0.0)
@@ -224,7 +210,7 @@ if triton is not None:
         winner = _slot_of(two_pointer, image, j, found, start, slots, two_image, two_stride, RAGGED)
         winner = tl.where(found, winner, -1)
         best = tl.where(found, best * (1.0 / 4096.0), float("-inf"))
-        if WHAT == 2:
+        if WHAT == 1:
             out = image.to(tl.int64) * n + i
             tl.store(value_pointer + out, best, mask=inside)
             tl.store(slot_pointer + out, winner.to(tl.int64), mask=inside)
@@ -233,15 +219,10 @@ if triton is not None:
             value_pointer += base
             slot_pointer += base
             absent = (i < slots) & (tl.load(here_pointer + i, mask=i < slots, other=1) == 0)
-            if WHAT == 1:
-                tl.store(slot_pointer + slot, tl.where(leaves, winner, slot).to(tl.int64), mask=inside)
-                gone = tl.load(leaving_pointer + i, mask=absent, other=0) != 0
-                tl.store(slot_pointer + i, tl.where(gone, -1, i).to(tl.int64), mask=absent)
-            else:
-                tl.store(value_pointer + slot, best, mask=inside)
-                tl.store(slot_pointer + slot, winner.to(tl.int64), mask=inside)
-                tl.store(value_pointer + i, tl.full((TM,), float("-inf"), dtype=tl.float32), mask=absent)
-                tl.store(slot_pointer + i, tl.full((TM,), -1, dtype=tl.int64), mask=absent)
+            tl.store(value_pointer + slot, best, mask=inside)
+            tl.store(slot_pointer + slot, winner.to(tl.int64), mask=inside)
+            tl.store(value_pointer + i, tl.full((TM,), float("-inf"), dtype=tl.float32), mask=absent)
+            tl.store(slot_pointer + i, tl.full((TM,), -1, dtype=tl.int64), mask=absent)
 
 
 TALL, WARPS = 64, 4  # tokens that ask
@@ -257,7 +238,7 @@ def _launch(
     offsets: Tensor | None,
     slots: int,
     answers: tuple[Tensor, Tensor],
-    masks: tuple[Tensor, Tensor, Tensor] | None = None,  # among, leaving, here
+    masks: tuple[Tensor, Tensor] | None = None,  # among, here
     least: int = 0,
 ) -> None:
     images = len(one) if offsets is None else len(offsets) - 1
@@ -265,7 +246,7 @@ def _launch(
     width = units.shape[-1]
     # masked answers are written for all slots, so that tiles go over all of them
     tiles = triton.cdiv(n if masks is None else slots, TALL)
-    flags = (units,) * 3 if masks is None else tuple(t.contiguous().view(torch.uint8) for t in masks)
+    flags = (units,) * 2 if masks is None else tuple(t.contiguous().view(torch.uint8) for t in masks)
     strides = (0, 0, 0, 0) if offsets is not None else (*one.stride(), *two.stride())
     if not images * tiles:
         return
@@ -328,27 +309,13 @@ def _nearest(
 ) -> tuple[Tensor, Tensor]:
     value = torch.empty(here.shape, dtype=torch.float32, device=here.device)
     slot = torch.empty(here.shape, dtype=torch.long, device=here.device)
-    _launch(NEAREST, units, index, index, offsets, here.shape[1], (value, slot), (among, here, here))
+    _launch(NEAREST, units, index, index, offsets, here.shape[1], (value, slot), (among, here))
     return value, slot
 
 
 @_nearest.register_fake
 def _(units, index, offsets, among, here):
     return here.new_empty(here.shape, dtype=torch.float32), here.new_empty(here.shape, dtype=torch.long)
-
-
-@torch.library.custom_op("adaptivit::joins", mutates_args=())
-def _joins(
-    units: Tensor, index: Tensor, offsets: Tensor | None, leaving: Tensor, patches: Tensor, here: Tensor
-) -> Tensor:
-    slot = torch.empty(here.shape, dtype=torch.long, device=here.device)
-    _launch(JOINS, units, index, index, offsets, here.shape[1], (slot, slot), (patches, leaving, here))
-    return slot
-
-
-@_joins.register_fake
-def _(units, index, offsets, leaving, patches, here):
-    return here.new_empty(here.shape, dtype=torch.long)
 
 
 @torch.library.custom_op("adaptivit::match", mutates_args=())
@@ -377,16 +344,6 @@ def nearest(units: Tensor, index: Tensor, offsets: Tensor | None, among: Tensor,
     return (
         _nearest(units, index, offsets, among, here) if usable(here.device) else nearest_reference(units, among, here)
     )
-
-
-def joins(
-    units: Tensor, index: Tensor, offsets: Tensor | None, leaving: Tensor, patches: Tensor, here: Tensor
-) -> Tensor:
-    """[B, N] slot: of a leaving patch that of the most similar patch that stays, -1 where there is none and of others
-    that leave; of whoever does not leave its own."""
-    if not usable(here.device):
-        return joins_reference(units, leaving, patches, here)
-    return _joins(units, index, offsets, leaving, patches, here)
 
 
 def match(units: Tensor, a: Tensor, b: Tensor, slots: int, least: int) -> tuple[Tensor, Tensor]:

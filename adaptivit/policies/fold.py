@@ -29,7 +29,7 @@ from ..errors import UserError
 from ..ops.worth import worth
 from ..policy_settings import FoldSettings
 from .base import Policy
-from .selection import check_blocks, fold, top
+from .selection import check_blocks
 
 if TYPE_CHECKING:
     from ..forward import View
@@ -89,11 +89,8 @@ class Fold(Policy):
         alike = similarity.nearest(patches)[0] if settings.power else None
         score, say = worth(view.found[self.look], alike, state.size, settings.power, settings.value)
         view.note(score, view.layer + 1)
-        leaving = top(score, patches, count, rest=True)
-        merge = fold(leaving, patches, state.size, similarity, say)
-        assert merge.size is not None
-        state.size = merge.size
-        return replace(merge, count=count + self.shape.prefix)
+        into, scale, state.size = similarity.meet(patches, state.size, say, score=score, count=count)
+        return Merge(into, scale, state.size, count=count + self.shape.prefix)
 
 
 def patches_left(patches: int, stages: frozenset[int], layers: int, keep: float) -> tuple[int, ...]:

@@ -45,4 +45,4 @@ def fold(leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity,
 
     Whoever is no patch, or finds none that stays, leaves and joins nobody.
     """
-    return join(similarity.joins(leaving, patches), size, similarity.here, say)
+    return Merge(*similarity.meet(patches, size, say, leaving=leaving))

@@ -1,0 +1,232 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Patches that leave fold into their likeness: whom each joins, what is its part in the mean, what sizes come of it.
+
+Shapes: B images, N slots; all [B, N]. units [B N, 2, d] as in similar.py; here: who takes part; patches: who may leave
+and be joined; leaving, or score and count: all patches but the `count` with the highest score leave (select.py).
+
+    into   of a leaving patch that is here the most similar patch here that stays, of equals the first; -1 where there
+           is none, and of others that leave; of whoever does not leave the own slot
+    scale  say_i / sum of say over those that go where i goes; 0 for whoever goes nowhere or is not here
+    size'  of who stays the sum of the sizes of those that come, its own included
+
+One program an image does all of it: those that leave are few, and are gathered into one tile, whose cosines with
+everybody are in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import merge, select, similar
+from .kernels import power_of_two, tl, triton, usable
+
+Met = tuple[Tensor, Tensor, Tensor]
+
+
+def reference_joins(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
+    """into alone."""
+    _, slot = similar.nearest_reference(units, patches & ~leaving, here)
+    own = torch.arange(here.shape[1], device=here.device).expand_as(here)
+    return torch.where(leaving, torch.where(patches, slot, -1), own)
+
+
+def reference(
+    units: Tensor,
+    patches: Tensor,
+    here: Tensor,
+    leaving: Tensor | None,
+    score: Tensor | None,
+    count: int,
+    size: Tensor,
+    say: Tensor | None,
+) -> Met:
+    """into, scale and size'; the means are weighted by `say`, by default the sizes."""
+    if leaving is None:
+        assert score is not None
+        leaving = select.reference(score, patches, count, rest=True)
+    into = reference_joins(units, leaving, patches, here)
+    return into, *merge.reference_join(into, size, here, say)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _meet_kernel(
+        units_pointer,
+        patches_pointer,
+        here_pointer,
+        leaving_pointer,
+        score_pointer,
+        size_pointer,
+        say_pointer,
+        into_pointer,
+        scale_pointer,
+        after_pointer,
+        list_pointer,  # [B, N] room for the slots of those that leave
+        slots,
+        count,
+        d: tl.constexpr,
+        WIDE: tl.constexpr,
+        ALL: tl.constexpr,  # slots, rounded up
+        TM: tl.constexpr,  # of those that leave
+        TN: tl.constexpr,  # of those that they may join
+        RANKED: tl.constexpr,
+        SUMS: tl.constexpr,
+        SAYS: tl.constexpr,
+    ):
+        first_cell = tl.program_id(0).to(tl.int64) * slots
+        units_pointer += first_cell * (2 * d)
+        slot = tl.arange(0, ALL)
+        inside = slot < slots
+        cell = first_cell + slot
+        patch = tl.load(patches_pointer + cell, mask=inside, other=0) != 0
+        here = tl.load(here_pointer + cell, mask=inside, other=0) != 0
+        if RANKED:
+            leaves = patch & (_above(score_pointer, patches_pointer, first_cell, slot, slots, ALL, 16) >= count)
+        else:
+            leaves = tl.load(leaving_pointer + cell, mask=inside, other=0) != 0
+        asks = leaves & patch & here
+        number = tl.sum(asks.to(tl.int32), 0)
+        tl.store(list_pointer + first_cell + tl.cumsum(asks.to(tl.int32), 0) - 1, slot, mask=asks)
+        tl.store(into_pointer + cell, tl.where(leaves, -1, slot).to(tl.int64), mask=inside)
+        stays = (patch & here & (leaves == 0)).to(tl.int32)
+        total = tl.zeros((ALL,), dtype=tl.float32)  # of sizes that come to each
+        whole = tl.zeros((ALL,), dtype=tl.float32)  # of what they say
+        c = tl.arange(0, WIDE)
+        tl.debug_barrier()  # what was written is read by other threads from here on
+        for first in range(0, number, TM):
+            nth = first + tl.arange(0, TM)
+            real = nth < number
+            who = tl.load(list_pointer + first_cell + nth, mask=real, other=0)
+            place = who[:, None] * (2 * d) + c[None, :]
+            seen = real[:, None] & (c < d)[None, :]
+            high = tl.load(units_pointer + place, mask=seen, other=0.0)
+            low = tl.load(units_pointer + place + d, mask=seen, other=0.0)
+            top = tl.full((TM, TN), float("-inf"), dtype=tl.float32)
+            whose = tl.full((TM, TN), -1, dtype=tl.int32)
+            for other in range(0, slots, TN):
+                rival = other + tl.arange(0, TN)
+                allowed = (tl.gather(stays, tl.minimum(rival, ALL - 1), 0) != 0) & (rival < slots)
+                at = rival[:, None] * (2 * d) + c[None, :]
+                known = allowed[:, None] & (c < d)[None, :]
+                their_high = tl.load(units_pointer + at, mask=known, other=0.0)
+                their_low = tl.load(units_pointer + at + d, mask=known, other=0.0)
+                s = tl.dot(low, their_high.T)
+                s = tl.dot(high, their_low.T, s)
+                s = tl.dot(high, their_high.T, s)
+                better = (s > top) & allowed[None, :]
+                top = tl.where(better, s, top)
+                whose = tl.where(better, rival[None, :], whose)
+            best = tl.max(top, 1)
+            winner = tl.min(tl.where((top == best[:, None]) & (whose >= 0), whose, 2147483647), 1)
+            winner = tl.where(real & (best > float("-inf")), winner, -1)
+            tl.store(into_pointer + first_cell + who, winner.to(tl.int64), mask=real)
+            if SUMS:  # by comparing everybody with everybody: in the same order at every call
+                hit = winner[:, None] == slot[None, :]
+                brought = tl.load(size_pointer + first_cell + who, mask=real, other=0.0)
+                total += tl.sum(tl.where(hit, brought[:, None], 0.0), 0)
+                if SAYS:
+                    said = tl.load(say_pointer + first_cell + who, mask=real, other=0.0)
+                    whole += tl.sum(tl.where(hit, said[:, None], 0.0), 0)
+        if SUMS:
+            tl.debug_barrier()
+            into = tl.load(into_pointer + cell, mask=inside, other=-1).to(tl.int32)
+            size = tl.load(size_pointer + cell, mask=inside, other=0.0)
+            say = size
+            if SAYS:
+                say = tl.load(say_pointer + cell, mask=inside, other=0.0)
+                there = tl.gather(whole + say, tl.maximum(into, 0), 0)
+            else:
+                there = tl.gather(total + size, tl.maximum(into, 0), 0)
+            scale = tl.where(here & (into >= 0), say / tl.maximum(there, 1e-12), 0.0)
+            tl.store(scale_pointer + cell, scale, mask=inside)
+            tl.store(after_pointer + cell, tl.where(here & (into == slot), total + size, size), mask=inside)
+
+    @triton.jit
+    def _above(score_pointer, patches_pointer, first_cell, slot, slots, ALL: tl.constexpr, PART: tl.constexpr):
+        """[ALL] how many patches are above each token, as in select.py."""
+        mine = tl.load(score_pointer + first_cell + slot, mask=slot < slots, other=0.0)
+        nan = (mine != mine)[:, None]
+        above = tl.zeros((ALL,), dtype=tl.int32)
+        for first in range(0, slots, PART):
+            j = first + tl.arange(0, PART)
+            there = tl.load(patches_pointer + first_cell + j, mask=j < slots, other=0) != 0
+            other = tl.load(score_pointer + first_cell + j, mask=j < slots, other=0.0)[None, :]
+            other_nan = other != other
+            higher = (other > mine[:, None]) | (other_nan & (nan == 0))
+            equal = (other == mine[:, None]) | (other_nan & nan)
+            higher = higher | (equal & (j[None, :] < slot[:, None]))
+            above += tl.sum((higher & there[None, :]).to(tl.int32), 1)
+        return above
+
+
+@torch.library.custom_op("adaptivit::meet", mutates_args=())
+def _meet(
+    units: Tensor,
+    patches: Tensor,
+    here: Tensor,
+    leaving: Tensor | None,
+    score: Tensor | None,
+    count: int,
+    size: Tensor | None,
+    say: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel; without sizes `into` alone, and two empty tensors."""
+    batch, slots = here.shape
+    width, every = units.shape[-1], power_of_two(slots)
+    into = torch.empty(batch, slots, dtype=torch.long, device=here.device)
+    scale, after = (here.new_empty(here.shape if size is not None else (0,), dtype=torch.float32) for _ in range(2))
+    flags = [t.view(torch.uint8) for t in (patches, here, patches if leaving is None else leaving)]
+    numbers = [after if t is None else t for t in (score, size, say)]
+    if into.numel():
+        _meet_kernel[(batch,)](
+            *(units, *flags, *numbers, into, scale, after, torch.empty_like(into, dtype=torch.int32), slots, count),
+            d=width,
+            WIDE=power_of_two(width),
+            ALL=every,
+            TM=32 if every <= 1024 else 16,
+            TN=64,
+            RANKED=leaving is None,
+            SUMS=size is not None,
+            SAYS=say is not None,
+            num_warps=4 if every < 256 else 8 if every <= 512 else 16,
+        )
+    return into, scale, after
+
+
+@_meet.register_fake
+def _(units, patches, here, leaving, score, count, size, say):
+    into = here.new_empty(here.shape, dtype=torch.long)
+    shape = here.shape if size is not None else (0,)
+    return into, here.new_empty(shape, dtype=torch.float32), here.new_empty(shape, dtype=torch.float32)
+
+
+def joins(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
+    """into alone, as the reference."""
+    if not usable(here.device):
+        return reference_joins(units, leaving, patches, here)
+    return _meet(units, *(t.contiguous() for t in (patches, here, leaving)), None, 0, None, None)[0]
+
+
+def meet(
+    units: Tensor,
+    patches: Tensor,
+    here: Tensor,
+    leaving: Tensor | None,
+    score: Tensor | None,
+    count: int,
+    size: Tensor,
+    say: Tensor | None,
+) -> Met:
+    """As the reference, with the kernel where it can run; where gradients are wanted, it finds `into` alone."""
+    if not usable(here.device):
+        return reference(units, patches, here, leaving, score, count, size, say)
+    if torch.is_grad_enabled() or size.dtype != torch.float32 or (score is not None and score.dtype != torch.float32):
+        if leaving is None:
+            assert score is not None
+            leaving = select.top(score, patches, count, rest=True)
+        into = joins(units, leaving, patches, here)
+        return into, *merge.join(into, size, here, say)
+    given = [None if t is None else t.contiguous() for t in (leaving, score, size, say)]
+    return _meet(units, patches.contiguous(), here.contiguous(), *given[:2], count, *given[2:])

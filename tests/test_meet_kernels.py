@@ -1,0 +1,124 @@
+"""The kernel that says whom those that leave join, and what comes of it, against float64. What is not live is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, here
+from test_kernels import _poison  # noqa: F401  (applies to this file)
+from test_similar_kernels import CLOSE, KINDS, NOBODY, Rows, pytestmark, random, some, tokens  # noqa: F401
+from torch import Tensor
+
+from adaptivit.ops import meet, merge, select, similar
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=random()).add(0.1).to(DEVICE)
+
+
+def check_into(rows: Rows, leaving: Tensor, patches: Tensor, into: Tensor) -> None:
+    own = torch.arange(into.shape[1], device=DEVICE)
+    for image, there in enumerate(rows.here):
+        may = patches[image] & there
+        cosine = rows.cosine(image).masked_fill(~(may & ~leaving[image]), NOBODY)
+        best, first = cosine.max(-1)
+        expected = torch.where((best == NOBODY) | ~may, -1, first)
+        expected = torch.where(leaving[image], expected, own)
+        runner_up = cosine.scatter(1, first[:, None], NOBODY).max(-1).values
+        clear = (best == NOBODY) | (best - runner_up > 2 * CLOSE)
+        assert torch.equal(into[image][clear], expected[clear])
+        close = (best - cosine.gather(1, into[image].clamp_min(0)[:, None])[:, 0])[~clear & leaving[image] & may]
+        assert (close <= 2 * CLOSE).all()
+
+
+def check(
+    rows: Rows, patches: Tensor, leaving: Tensor, says: bool, score: Tensor | None = None, count: int = 0
+) -> None:
+    size, say = numbers(*leaving.shape).mul(9).round(), numbers(*leaving.shape)
+    given = None if score is not None else leaving
+    into, scale, after = meet.meet(rows.units, patches, rows.here, given, score, count, size, say if says else None)
+    assert (into.dtype, scale.dtype, after.dtype) == (torch.int64, torch.float32, torch.float32)
+    check_into(rows, leaving, patches, into)
+    expected = merge.reference_join(into, size.double(), rows.here, say.double() if says else None)
+    for found, exact in zip((scale, after), expected, strict=True):
+        assert found.isfinite().all()
+        assert (found - exact).abs().max() <= 2e-6 * exact.abs().max().clamp_min(1.0)
+
+
+@here
+@torch.inference_mode()
+@kinds
+@pytest.mark.parametrize("slots", [5, 70, 197, 300])
+def test_meet(kind: str, slots: int) -> None:
+    """Nobody leaves, some do, more than a tile has room for, everybody; also such as are no patches, or not here."""
+    rows = Rows(tokens(kind, slots, 3), 2, 32, torch.float32, kind)
+    patches = torch.arange(slots, device=DEVICE).expand(3, -1) > 0
+    for share, says in ((0.0, True), (0.1, False), (0.6, True), (1.0, True)):
+        check(rows, patches & rows.here, some(3, slots, share=share), says)
+    check(rows, patches, patches & some(3, slots, share=0.2), True)
+    check(rows, some(3, slots), some(3, slots), False)
+
+
+@here
+@torch.inference_mode()
+@pytest.mark.parametrize("width", [16, 64, 80])
+def test_heads_of_any_width(width: int) -> None:
+    rows = Rows(tokens("ragged", 71), 2, width, torch.float32, "ragged")
+    check(rows, rows.here, some(4, 71, share=0.3), True)
+
+
+@here
+@torch.inference_mode()
+@kinds
+def test_by_rank(kind: str) -> None:
+    """All but the best leave, of equals the last, and NaN is above all."""
+    rows = Rows(tokens(kind, 70), 2, 32, torch.float32, kind)
+    patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
+    score = torch.rand(4, 70, generator=random()).mul(12).round().to(DEVICE)
+    score[:, 5::11] = float("nan")
+    for count in (0, 1, 20, 69, 100):
+        check(rows, patches, select.reference(score, patches, count, rest=True), True, score, count)
+
+
+@here
+@torch.inference_mode()
+def test_nan_is_joined_by_nobody() -> None:
+    rows = Rows(tokens("whole", 40, 1), 2, 32, torch.float32, "whole")
+    rows.k[7] = float("nan")
+    units = similar.units(rows.k, rows.index, None, 1, 40)
+    leaving = torch.zeros_like(rows.here)
+    leaving[0, [3, 20]] = True
+    into, _, _ = meet.meet(units, rows.here, rows.here, leaving, None, 0, numbers(1, 40), None)
+    assert (into[leaving] >= 0).all()
+    assert (into[leaving] != 7).all()
+    leaving[0, 7] = True
+    assert int(meet.joins(units, leaving, rows.here, rows.here)[0, 7]) == -1
+
+
+@here
+@kinds
+def test_a_gradient_reaches_what_is_said(kind: str) -> None:
+    """In training the kernel finds whom, and torch computes the rest."""
+    rows = Rows(tokens(kind, 40), 2, 32, torch.float32, kind)
+    size, say, score = numbers(4, 40), numbers(4, 40).requires_grad_(), numbers(4, 40)
+    patches = rows.here & (torch.arange(40, device=DEVICE) > 0)
+    for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
+        into, scale, _ = meet.meet(rows.units, patches, rows.here, leaving, ranked, 10, size, say)
+        gone = select.reference(score, patches, 10, rest=True) if leaving is None else leaving
+        check_into(rows, gone, patches, into)
+        (found,) = torch.autograd.grad(scale.square().sum(), say)
+        exact = merge.reference_join(into, size, rows.here, say)[0]
+        (expected,) = torch.autograd.grad(exact.square().sum(), say)
+        assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meet, "usable", lambda device: False)
+    monkeypatch.setattr(similar, "usable", lambda device: False)
+    rows = Rows(tokens("ragged", 31), 2, 32, torch.float32, "ragged")
+    score = numbers(4, 31)
+    check(rows, rows.here, select.reference(score, rows.here, 5, rest=True), True, score, 5)
+    check(rows, rows.here, some(4, 31), False)
