@@ -259,5 +259,17 @@ def test_without_triton() -> None:
         "t = torch.randn(1, 1, 3, 8)\n"
         "assert not weighted_kernels.usable(t)\n"
         "assert attention.weighted(t, t, t, torch.ones(1, 3)).shape == t.shape\n"
+        "import importlib, pkgutil\n"
+        "import adaptivit.ops\n"
+        "for module in pkgutil.iter_modules(adaptivit.ops.__path__):\n"
+        "    importlib.import_module(f'adaptivit.ops.{module.name}')\n"
+        "from adaptivit import policies\n"
+        "for policy in policies.names():\n"
+        "    if policy == 'replay':\n"
+        "        continue\n"
+        "    model = adaptivit.create('digits_vit', policy, img_size=32).eval()\n"
+        "    with torch.inference_mode():\n"
+        "        out = model(torch.randn(2, 3, 32, 32))\n"
+        "    assert out.logits.isfinite().all(), policy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from .kernels import live, multiprocessors, power_of_two, tl, triton, usable
-from .linear import _measure
+
+if triton is not None:
+    from .linear import _measure
 
 
 def reference(

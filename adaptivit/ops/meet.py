@@ -21,6 +21,10 @@ from torch import Tensor
 from . import merge, select, similar
 from .kernels import power_of_two, tl, triton, usable
 
+if triton is not None:
+    from .select import _higher
+    from .similar import _cosines, _unit
+
 Met = tuple[Tensor, Tensor, Tensor]
 
 
@@ -93,28 +97,18 @@ if triton is not None:
         stays = (patch & here & (leaves == 0)).to(tl.int32)
         total = tl.zeros((ALL,), dtype=tl.float32)  # of sizes that come to each
         whole = tl.zeros((ALL,), dtype=tl.float32)  # of what they say
-        c = tl.arange(0, WIDE)
         tl.debug_barrier()  # what was written is read by other threads from here on
         for first in range(0, number, TM):
             nth = first + tl.arange(0, TM)
             real = nth < number
             who = tl.load(list_pointer + first_cell + nth, mask=real, other=0)
-            place = who[:, None] * (2 * d) + c[None, :]
-            seen = real[:, None] & (c < d)[None, :]
-            high = tl.load(units_pointer + place, mask=seen, other=0.0)
-            low = tl.load(units_pointer + place + d, mask=seen, other=0.0)
+            high, low = _unit(units_pointer, who, real, d, WIDE)
             top = tl.full((TM, TN), float("-inf"), dtype=tl.float32)
             whose = tl.full((TM, TN), -1, dtype=tl.int32)
             for other in range(0, slots, TN):
                 rival = other + tl.arange(0, TN)
                 allowed = (tl.gather(stays, tl.minimum(rival, ALL - 1), 0) != 0) & (rival < slots)
-                at = rival[:, None] * (2 * d) + c[None, :]
-                known = allowed[:, None] & (c < d)[None, :]
-                their_high = tl.load(units_pointer + at, mask=known, other=0.0)
-                their_low = tl.load(units_pointer + at + d, mask=known, other=0.0)
-                s = tl.dot(low, their_high.T)
-                s = tl.dot(high, their_low.T, s)
-                s = tl.dot(high, their_high.T, s)
+                s = _cosines(units_pointer, high, low, rival, allowed, d, WIDE)
                 better = (s > top) & allowed[None, :]
                 top = tl.where(better, s, top)
                 whose = tl.where(better, rival[None, :], whose)
@@ -147,17 +141,12 @@ if triton is not None:
     def _above(score_pointer, patches_pointer, first_cell, slot, slots, ALL: tl.constexpr, PART: tl.constexpr):
         """[ALL] how many patches are above each token, as in select.py."""
         mine = tl.load(score_pointer + first_cell + slot, mask=slot < slots, other=0.0)
-        nan = (mine != mine)[:, None]
         above = tl.zeros((ALL,), dtype=tl.int32)
         for first in range(0, slots, PART):
             j = first + tl.arange(0, PART)
             there = tl.load(patches_pointer + first_cell + j, mask=j < slots, other=0) != 0
-            other = tl.load(score_pointer + first_cell + j, mask=j < slots, other=0.0)[None, :]
-            other_nan = other != other
-            higher = (other > mine[:, None]) | (other_nan & (nan == 0))
-            equal = (other == mine[:, None]) | (other_nan & nan)
-            higher = higher | (equal & (j[None, :] < slot[:, None]))
-            above += tl.sum((higher & there[None, :]).to(tl.int32), 1)
+            other = tl.load(score_pointer + first_cell + j, mask=j < slots, other=0.0)
+            above += tl.sum((_higher(other, j, mine, slot) & there[None, :]).to(tl.int32), 1)
         return above
 
 

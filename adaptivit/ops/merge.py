@@ -17,7 +17,9 @@ from torch import Tensor
 
 from . import compact
 from .kernels import multiprocessors, power_of_two, precision, tl, triton, usable
-from .linear import _measure
+
+if triton is not None:
+    from .linear import _measure
 
 PIECE = 64  # columns of a program, and of a pair of moments
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

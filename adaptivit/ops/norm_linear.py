@@ -21,7 +21,9 @@ from torch import Tensor
 
 from . import norm as norms
 from .kernels import precision, tl, triton
-from .linear import _gelu
+
+if triton is not None:
+    from .linear import _gelu
 
 
 def reference(

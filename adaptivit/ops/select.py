@@ -25,6 +25,16 @@ def reference(score: Tensor, among: Tensor, count: int, rest: bool = False) -> T
 if triton is not None:
 
     @triton.jit
+    def _higher(other, j, mine, i):
+        """[n, m] whether the others, of slots j [m], are above those of slots i [n]."""
+        nan = (mine != mine)[:, None]
+        other = other[None, :]
+        other_nan = other != other
+        higher = (other > mine[:, None]) | (other_nan & (nan == 0))
+        equal = (other == mine[:, None]) | (other_nan & nan)
+        return higher | (equal & (j[None, :] < i[:, None]))
+
+    @triton.jit
     def _top_kernel(
         score_pointer,
         among_pointer,
@@ -42,17 +52,12 @@ if triton is not None:
         i = tl.program_id(0) * TM + tl.arange(0, TM)
         scores, candidates = score_pointer + image * score_stride, among_pointer + image * among_stride
         mine = tl.load(scores + i, mask=i < slots, other=0.0).to(tl.float32)
-        nan = (mine != mine)[:, None]
         above = tl.zeros((TM,), dtype=tl.int32)
         for first in range(0, slots, TN):
             j = first + tl.arange(0, TN)
             there = tl.load(candidates + j, mask=j < slots, other=0) != 0
-            other = tl.load(scores + j, mask=j < slots, other=0.0).to(tl.float32)[None, :]
-            other_nan = other != other
-            higher = (other > mine[:, None]) | (other_nan & (nan == 0))
-            equal = (other == mine[:, None]) | (other_nan & nan)
-            higher = higher | (equal & (j[None, :] < i[:, None]))
-            above += tl.sum((higher & there[None, :]).to(tl.int32), 1)
+            other = tl.load(scores + j, mask=j < slots, other=0.0).to(tl.float32)
+            above += tl.sum((_higher(other, j, mine, i) & there[None, :]).to(tl.int32), 1)
         among = tl.load(candidates + i, mask=i < slots, other=0) != 0
         if REST:
             chosen = among & (above >= count)

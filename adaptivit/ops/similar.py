@@ -131,6 +131,23 @@ if triton is not None:
         return tl.where(inside, slot, 0)
 
     @triton.jit
+    def _unit(units_pointer, slot, known, d: tl.constexpr, WIDE: tl.constexpr):
+        """The two halves of unit vectors [n, WIDE] of an image's slots, zero where they are not known."""
+        c = tl.arange(0, WIDE)
+        at = slot[:, None] * (2 * d) + c[None, :]
+        inside = known[:, None] & (c < d)[None, :]
+        high = tl.load(units_pointer + at, mask=inside, other=0.0)
+        return high, tl.load(units_pointer + at + d, mask=inside, other=0.0)
+
+    @triton.jit
+    def _cosines(units_pointer, high, low, rival, allowed, d: tl.constexpr, WIDE: tl.constexpr):
+        """4096 times the cosines [n, m] of vectors with those of the slots `rival` [m] of their image."""
+        their_high, their_low = _unit(units_pointer, rival, allowed, d, WIDE)
+        s = tl.dot(low, their_high.T)
+        s = tl.dot(high, their_low.T, s)
+        return tl.dot(high, their_high.T, s)
+
+    @triton.jit
     def _closest_kernel(
         units_pointer,
         offsets_pointer,
@@ -169,7 +186,6 @@ if triton is not None:
         here_pointer += base
         i = first + tl.arange(0, TM)
         inside = i < n
-        c = tl.arange(0, WIDE)
         slot = _slot_of(one_pointer, image, i, inside, start, slots, one_image, one_stride, RAGGED)
         asks = inside
         if WHAT == 1:
@@ -177,10 +193,7 @@ if triton is not None:
         else:
             inside = inside & (tl.load(here_pointer + slot, mask=inside, other=0) != 0)
             asks = inside
-        place = slot[:, None] * (2 * d) + c[None, :]
-        seen = asks[:, None] & (c < d)[None, :]
-        high = tl.load(units_pointer + place, mask=seen, other=0.0)
-        low = tl.load(units_pointer + place + d, mask=seen, other=0.0)
+        high, low = _unit(units_pointer, slot, asks, d, WIDE)
         top = tl.full((TM, TN), float("-inf"), dtype=tl.float32)
         whose = tl.full((TM, TN), -1, dtype=tl.int32)
         stop = tl.where(tl.max(asks.to(tl.int32), 0) > 0, m, 0)
@@ -193,13 +206,7 @@ if triton is not None:
             else:
                 allowed = allowed & (tl.load(here_pointer + rival, mask=allowed, other=0) != 0)
                 allowed = allowed & (tl.load(among_pointer + rival, mask=allowed, other=0) != 0)
-            at = rival[:, None] * (2 * d) + c[None, :]
-            known = allowed[:, None] & (c < d)[None, :]
-            their_high = tl.load(units_pointer + at, mask=known, other=0.0)
-            their_low = tl.load(units_pointer + at + d, mask=known, other=0.0)
-            s = tl.dot(low, their_high.T)
-            s = tl.dot(high, their_low.T, s)
-            s = tl.dot(high, their_high.T, s)
+            s = _cosines(units_pointer, high, low, rival, allowed, d, WIDE)
             # columns of a tile keep their own best, so that nothing is compared across threads before the end
             better = (s > top) & allowed[None, :] & (slot[:, None] != rival[None, :])
             top = tl.where(better, s, top)
