@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.ops import back, kernels, linear, meet, merge
+from adaptivit.ops import back, kernels, linear, meet, merge, select, similar
 
 pytestmark = pytest.mark.skipif(
     kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
@@ -81,3 +81,27 @@ def test_patches_that_fold(ranked: bool) -> None:
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
     constants = {"d": 64, "WIDE": 64, "ALL": 256, "TM": 32, "TN": 64, "RANKED": ranked, "SUMS": True, "SAYS": True}
     shared_memory(meet._meet_kernel, types, constants, num_warps=8)
+
+
+@pytest.mark.parametrize("what", [similar.NEAREST, similar.MATCH])
+def test_who_is_most_alike(what: int) -> None:
+    names = ("slots", "tiles", "least", "n", "m", "one_image", "one_stride", "two_image", "two_stride")
+    types = dict.fromkeys(names, "i32") | {"units_pointer": "*fp16", "value_pointer": "*fp32", "slot_pointer": "*i64"}
+    types |= {"offsets_pointer": "*i32", "one_pointer": "*i32", "two_pointer": "*i32"}
+    types |= {"among_pointer": "*u8", "here_pointer": "*u8"}
+    for broad, stages in (similar.MANY, similar.FEW):
+        constants = {
+            "d": 64,
+            "WIDE": 64,
+            "TM": similar.TALL,
+            "TN": broad,
+            "WHAT": what,
+            "RAGGED": what == similar.NEAREST,
+        }
+        shared_memory(similar._closest_kernel, types, constants, num_warps=similar.WARPS, num_stages=stages)
+
+
+def test_the_best() -> None:
+    types = {"score_pointer": "*fp32", "among_pointer": "*u8", "out_pointer": "*u8"}
+    types |= dict.fromkeys(("score_stride", "among_stride", "slots", "count"), "i32")
+    shared_memory(select._top_kernel, types, {"TM": 16, "TN": 256, "REST": True})
