@@ -313,6 +313,7 @@ OURS: tuple[Table, ...] = (
         _values("feature", ("worth", "class_row", "received"), usual="worth")
         # known only when the block is over
         | {f"feature {name}": f"feature={name},decide=after" for name in ("fc1", "gelu", "residual")},
+        protocol=_ABLATED + " But fc1, gelu and residual are known only after the block, so that tokens leave later.",
     ),
     _ablation(
         "mass", "how P_actual is made of the scores", _values("mass", ("act", "hazard", "crossing"), usual="act")
