@@ -187,26 +187,24 @@ if triton is not None:
         i = first + tl.arange(0, TM)
         inside = i < n
         slot = _slot_of(one_pointer, image, i, inside, start, slots, one_image, one_stride, RAGGED)
-        asks = inside
+        high, low = _unit(units_pointer, slot, inside, d, WIDE)  # of all rows: nothing waits for the masks
         if WHAT == 1:
             asks = inside & (slot >= least)
         else:
             inside = inside & (tl.load(here_pointer + slot, mask=inside, other=0) != 0)
             asks = inside
-        high, low = _unit(units_pointer, slot, asks, d, WIDE)
         top = tl.full((TM, TN), float("-inf"), dtype=tl.float32)
         whose = tl.full((TM, TN), -1, dtype=tl.int32)
-        stop = tl.where(tl.max(asks.to(tl.int32), 0) > 0, m, 0)
-        for other in range(0, stop, TN):
+        for other in range(0, tl.where(first < n, m, 0), TN):
             j = other + tl.arange(0, TN)
-            allowed = j < m
-            rival = _slot_of(two_pointer, image, j, allowed, start, slots, two_image, two_stride, RAGGED)
+            there = j < m
+            rival = _slot_of(two_pointer, image, j, there, start, slots, two_image, two_stride, RAGGED)
+            s = _cosines(units_pointer, high, low, rival, there, d, WIDE)
             if WHAT == 1:
-                allowed = allowed & (rival >= least)
+                allowed = there & (rival >= least)
             else:
-                allowed = allowed & (tl.load(here_pointer + rival, mask=allowed, other=0) != 0)
-                allowed = allowed & (tl.load(among_pointer + rival, mask=allowed, other=0) != 0)
-            s = _cosines(units_pointer, high, low, rival, allowed, d, WIDE)
+                allowed = tl.load(here_pointer + rival, mask=there, other=0) != 0
+                allowed = allowed & (tl.load(among_pointer + rival, mask=there, other=0) != 0)
             # columns of a tile keep their own best, so that nothing is compared across threads before the end
             better = (s > top) & allowed[None, :] & (slot[:, None] != rival[None, :])
             top = tl.where(better, s, top)
