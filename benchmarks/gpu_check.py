@@ -121,7 +121,7 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
     size, say = torch.rand(2, *here.shape, device="cuda") + 0.1
     with torch.inference_mode():
-        into, scale, after = meet.meet(units, patches_, here, leaving, None, 0, size, say)
+        into, scale, after = meet.meet(units, patches_, here, size, say, leaving, None, 0)
     best = cosine.masked_fill(~stay, float("-inf"))
     compare("meet", best.max(-1).values, torch.where(leaving, into, -1), best)
     for part, out, want in zip(
@@ -131,8 +131,8 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     score = noise(*here.shape, dtype=torch.float32)
     rest = select.reference(score, patches_, 3, rest=True)
     with torch.inference_mode():
-        ranked = meet.meet(units, patches_, here, None, score, 3, size, say)
-        same(f"meet, ranked {name}", ranked, meet.meet(units, patches_, here, rest, None, 0, size, say))
+        ranked = meet.meet(units, patches_, here, size, say, None, score, 3)
+        same(f"meet, ranked {name}", ranked, meet.meet(units, patches_, here, size, say, rest, None, 0))
     if not ragged_rows and slots > 3:
         order = torch.stack([torch.cat([cells.new_zeros(1), torch.randperm(slots - 1, device="cuda") + 1])] * 9)
         a, b = order[:, ::2], order[:, 1::2]

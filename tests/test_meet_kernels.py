@@ -9,6 +9,8 @@ from test_kernels import _poison  # noqa: F401  (applies to this file)
 from test_similar_kernels import CLOSE, KINDS, NOBODY, Rows, pytestmark, random, some, tokens  # noqa: F401
 from torch import Tensor
 
+from adaptivit.errors import UserError
+from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
 from adaptivit.ops import meet, merge, select, similar
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -16,6 +18,10 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 def numbers(*shape: int) -> Tensor:
     return torch.rand(shape, generator=random()).add(0.1).to(DEVICE)
+
+
+def alike(rows: Rows) -> SimilarityOnDevice:
+    return SimilarityOnDevice(rows.k, rows.index, rows.offsets, rows.here)
 
 
 def check_into(rows: Rows, leaving: Tensor, patches: Tensor, into: Tensor) -> None:
@@ -38,7 +44,7 @@ def check(
 ) -> None:
     size, say = numbers(*leaving.shape).mul(9).round(), numbers(*leaving.shape)
     given = None if score is not None else leaving
-    into, scale, after = meet.meet(rows.units, patches, rows.here, given, score, count, size, say if says else None)
+    into, scale, after = alike(rows).meet(patches, size, say if says else None, leaving=given, score=score, count=count)
     assert (into.dtype, scale.dtype, after.dtype) == (torch.int64, torch.float32, torch.float32)
     check_into(rows, leaving, patches, into)
     expected = merge.reference_join(into, size.double(), rows.here, say.double() if says else None)
@@ -87,14 +93,13 @@ def test_by_rank(kind: str) -> None:
 def test_nan_is_joined_by_nobody() -> None:
     rows = Rows(tokens("whole", 40, 1), 2, 32, torch.float32, "whole")
     rows.k[7] = float("nan")
-    units = similar.units(rows.k, rows.index, None, 1, 40)
     leaving = torch.zeros_like(rows.here)
     leaving[0, [3, 20]] = True
-    into, _, _ = meet.meet(units, rows.here, rows.here, leaving, None, 0, numbers(1, 40), None)
+    into, _, _ = alike(rows).meet(rows.here, numbers(1, 40), leaving=leaving)
     assert (into[leaving] >= 0).all()
     assert (into[leaving] != 7).all()
     leaving[0, 7] = True
-    assert int(meet.joins(units, leaving, rows.here, rows.here)[0, 7]) == -1
+    assert int(alike(rows).joins(leaving, rows.here)[0, 7]) == -1
 
 
 @here
@@ -105,13 +110,35 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
     size, say, score = numbers(4, 40), numbers(4, 40).requires_grad_(), numbers(4, 40)
     patches = rows.here & (torch.arange(40, device=DEVICE) > 0)
     for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
-        into, scale, _ = meet.meet(rows.units, patches, rows.here, leaving, ranked, 10, size, say)
+        into, scale, _ = alike(rows).meet(patches, size, say, leaving=leaving, score=ranked, count=10)
         gone = select.reference(score, patches, 10, rest=True) if leaving is None else leaving
         check_into(rows, gone, patches, into)
         (found,) = torch.autograd.grad(scale.square().sum(), say)
         exact = merge.reference_join(into, size, rows.here, say)[0]
         (expected,) = torch.autograd.grad(exact.square().sum(), say)
         assert torch.equal(found, expected)
+
+
+@here
+def test_the_operation_says_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    there, numbers_ = torch.ones(2, 5, dtype=torch.bool, device=DEVICE), numbers(2, 5)
+    units = similar.units(numbers(10, 2, 16), torch.arange(5, device=DEVICE).expand(2, 5), None, 2, 5)
+    for more in (
+        (there, None, 0, None, None),
+        (there, None, 0, numbers_, None),
+        (None, numbers_, 2, numbers_, numbers_),
+    ):
+        torch.library.opcheck(meet._meet, (units, there, there, *more), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_nonsense_is_said() -> None:
+    there = torch.ones(1, 3, dtype=torch.bool)
+    similarity, size = Cosines([(torch.ones(1, 3, 4), torch.arange(3)[None])], there), torch.ones(1, 3)
+    with pytest.raises(UserError, match="leaving, or score and count; got neither"):
+        similarity.meet(there, size)
+    with pytest.raises(UserError, match="got both"):
+        similarity.meet(there, size, leaving=there, score=size)
 
 
 @torch.inference_mode()

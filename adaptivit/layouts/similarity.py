@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UserError
 from ..ops import meet, similar
 from ..ops.meet import Met
 from ..ops.merge import join
@@ -55,11 +57,22 @@ class Similarity(ABC):
     ) -> Met:
         """joins(), and what comes of it: the part of each in the mean, weighted by `say` (by default the sizes), and
         the sizes after, [B, N] each. Who leaves: `leaving`, or all patches but the `count` with the highest score."""
-        if leaving is None:
-            assert score is not None
+        if (leaving is None) == (score is None):
+            raise UserError(
+                f"meet: expected leaving, or score and count; got {'neither' if score is None else 'both'}."
+            )
+        at_once = self._at_once(patches, size, say, leaving, score, count)
+        if at_once is not None:
+            return at_once
+        if score is not None:
             leaving = top(score, patches, count, rest=True)
+        assert leaving is not None
         into = self.joins(leaving, patches)
         return into, *join(into, size, self.here, say)
+
+    def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
+        """meet() in one kernel, where there is one."""
+        return None
 
 
 class Cosines(Similarity):
@@ -128,17 +141,8 @@ class SimilarityOnDevice(Similarity, Match):
     def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
         return meet.joins(self.unit, leaving, patches, self.here)
 
-    def meet(
-        self,
-        patches: Tensor,
-        size: Tensor,
-        say: Tensor | None = None,
-        *,
-        leaving: Tensor | None = None,
-        score: Tensor | None = None,
-        count: int = 0,
-    ) -> Met:
-        return meet.meet(self.unit, patches, self.here, leaving, score, count, size, say)
+    def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
+        return meet.meet(self.unit, patches, self.here, *given)
 
     def match(self, a: Tensor, b: Tensor, least: int) -> tuple[Tensor, Tensor]:
         return similar.match(self.unit, a, b, self.here.shape[1], least)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import merge, select, similar
+from . import similar
 from .kernels import power_of_two, tl, triton, usable
 
 if triton is not None:
@@ -28,29 +28,11 @@ if triton is not None:
 Met = tuple[Tensor, Tensor, Tensor]
 
 
-def reference_joins(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
-    """into alone."""
+def reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
+    """into; for who leaves, scale and size' see the references of select.py and merge.py."""
     _, slot = similar.nearest_reference(units, patches & ~leaving, here)
     own = torch.arange(here.shape[1], device=here.device).expand_as(here)
     return torch.where(leaving, torch.where(patches, slot, -1), own)
-
-
-def reference(
-    units: Tensor,
-    patches: Tensor,
-    here: Tensor,
-    leaving: Tensor | None,
-    score: Tensor | None,
-    count: int,
-    size: Tensor,
-    say: Tensor | None,
-) -> Met:
-    """into, scale and size'; the means are weighted by `say`, by default the sizes."""
-    if leaving is None:
-        assert score is not None
-        leaving = select.reference(score, patches, count, rest=True)
-    into = reference_joins(units, leaving, patches, here)
-    return into, *merge.reference_join(into, size, here, say)
 
 
 if triton is not None:
@@ -194,7 +176,7 @@ def _(units, patches, here, leaving, score, count, size, say):
 def joins(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
     """into alone, as the reference."""
     if not usable(here.device):
-        return reference_joins(units, leaving, patches, here)
+        return reference(units, leaving, patches, here)
     return _meet(units, *(t.contiguous() for t in (patches, here, leaving)), None, 0, None, None)[0]
 
 
@@ -202,20 +184,16 @@ def meet(
     units: Tensor,
     patches: Tensor,
     here: Tensor,
+    size: Tensor,
+    say: Tensor | None,
     leaving: Tensor | None,
     score: Tensor | None,
     count: int,
-    size: Tensor,
-    say: Tensor | None,
-) -> Met:
-    """As the reference, with the kernel where it can run; where gradients are wanted, it finds `into` alone."""
-    if not usable(here.device):
-        return reference(units, patches, here, leaving, score, count, size, say)
-    if torch.is_grad_enabled() or size.dtype != torch.float32 or (score is not None and score.dtype != torch.float32):
-        if leaving is None:
-            assert score is not None
-            leaving = select.top(score, patches, count, rest=True)
-        into = joins(units, leaving, patches, here)
-        return into, *merge.join(into, size, here, say)
+) -> Met | None:
+    """into, scale and size', means being weighted by `say`, by default the sizes. None where the kernel cannot run, or
+    somebody wants a gradient: then top, joins and merge.join do it one after the other (layouts/similarity.py)."""
+    floats = all(t is None or t.dtype == torch.float32 for t in (score, size, say))
+    if not usable(here.device) or not floats or torch.is_grad_enabled():
+        return None
     given = [None if t is None else t.contiguous() for t in (leaving, score, size, say)]
     return _meet(units, patches.contiguous(), here.contiguous(), *given[:2], count, *given[2:])
