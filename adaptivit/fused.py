@@ -112,7 +112,7 @@ def attention(
 ) -> None:
     """The first residual branch, in place of the layout's rows; `measures`: with the moments of what it writes."""
     attn, stream = block.attn, layout.stream()
-    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv, qkv_folded)
+    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv, qkv_folded, _space(block))
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
@@ -132,7 +132,7 @@ def mlp(
     ffn, stream = block.mlp, layout.stream()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     probe = taps.index if wanted else -1
-    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, gelu=True, probe=probe)
+    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream
@@ -144,23 +144,36 @@ def mlp(
     layout.put(*_added(hidden, ffn.fc2, kept, block.ls2, count, expected, measures))
 
 
+def _space(block: Any) -> int:
+    """The widest of a block's rows: qkv and the hidden layer, which are never there together, take one place."""
+    return max(block.attn.qkv.out_features, block.mlp.fc1.out_features)
+
+
 def _normed(
-    stream: Stream, norm1: Any, product: Any, folded: Product | None, *, gelu: bool = False, probe: int = -1
+    stream: Stream,
+    norm1: Any,
+    product: Any,
+    folded: Product | None,
+    space: int,
+    *,
+    gelu: bool = False,
+    probe: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Norm and product: out [R, N], the rows themselves at their new place [R, D], an element of the product [R]."""
     if folded is not None and stream.moments is not None and foldable(stream):
         known: Any = (stream.moments.values, stream.moments.width, folded.eps)
-        rest: Any = (folded.weight, folded.sums, folded.shift, stream.count, probe, gelu, stream.expected)
+        rest: Any = (folded.weight, folded.sums, folded.shift, stream.count, probe, gelu, stream.expected, space)
         out, seen = normed(stream.rows, *known, *rest)
         return out, stream.rows, seen
     gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
     if stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None:
-        rest = (stream.index, stream.count, probe, gelu)
+        rest = (stream.index, stream.count, probe, gelu, space)
         return norm_linear(stream.rows, gain, offset, eps, product.weight, product.bias, *rest)
     row = None if probe < 0 else product.weight[probe]
     shift = None if probe < 0 or product.bias is None else product.bias[probe : probe + 1]
     y, kept, seen = norm(stream.rows, gain, offset, eps, stream.index, stream.count, row, shift)
-    return linear(y, product.weight, product.bias, None, None, stream.count, gelu, stream.expected), kept, seen
+    out = linear(y, product.weight, product.bias, None, None, stream.count, gelu, stream.expected, space)
+    return out, kept, seen
 
 
 def _added(

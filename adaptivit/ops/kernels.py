@@ -24,6 +24,7 @@ __all__ = [
     "LOG2E",
     "alike",
     "as_pointer",
+    "blank",
     "live",
     "log2_weight",
     "multiprocessors",
@@ -66,6 +67,15 @@ def power_of_two(n: int, least: int = 16) -> int:
 def precision(dtype: torch.dtype) -> str:
     """How tl.dot multiplies float32: as torch is told to."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def blank(rows: int, width: int, space: int, like: Tensor) -> Tensor:
+    """[rows, width] that nobody has written, in memory for rows of `space` columns where that is more.
+
+    Where buffers of several widths are needed one after the other, an allocator keeps a block for each width; with the
+    space of the widest they are one."""
+    memory = torch.empty(rows * max(width, space), dtype=like.dtype, device=like.device)
+    return memory[: rows * width].view(rows, width)
 
 
 def live(rows: Tensor | None, values: Tensor) -> int:

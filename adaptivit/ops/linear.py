@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import live, multiprocessors, precision, tl, triton
+from .kernels import blank, live, multiprocessors, precision, tl, triton
 
 
 def reference(
@@ -276,16 +276,17 @@ def linear(
     rows: Tensor | None,
     gelu: bool,
     expected: int,
+    space: int = 0,
 ) -> Tensor:
     """The kernel: [R, K] -> [R, N]; rows behind the last tile of live ones are not written.
 
-    `expected` rows choose the tile; any number of them is right."""
+    `expected` rows choose the tile; any number of them is right. `space`: see kernels.blank."""
     tile = tile_for(expected, len(weight), residual is not None, x.dtype == torch.float32)
-    return run(x, weight, bias, residual, scale, rows, gelu, tile)
+    return run(x, weight, bias, residual, scale, rows, gelu, tile, space=space)
 
 
 @linear.register_fake
-def _(x, weight, bias, residual, scale, rows, gelu, expected):
+def _(x, weight, bias, residual, scale, rows, gelu, expected, space=0):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -300,12 +301,13 @@ def run(
     tile: Tile,
     moments: Tensor | None = None,
     norm: Norm | None = None,
+    space: int = 0,
 ) -> Tensor:
     """The kernel with a tile of one's own. `moments` [P, 2, R] of the rows are written where they are asked for."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     room, width = len(x), len(weight)
-    out = torch.empty(room, width, dtype=x.dtype, device=x.device)
+    out = blank(room, width, space, x)
     if not room:
         return out
     part = [tile.m, tile.n // tile.parts]

@@ -123,13 +123,14 @@ def _normed(
     probe: int,
     gelu: bool,
     expected: int,
+    space: int = 0,
 ) -> tuple[Tensor, Tensor]:
     tile = tile_for(expected, len(weight), False, x.dtype == torch.float32)
-    return run_normed(x, moments, width, eps, weight, sums, shift, rows, probe, gelu, tile)
+    return run_normed(x, moments, width, eps, weight, sums, shift, rows, probe, gelu, tile, space)
 
 
 @_normed.register_fake
-def _(x, moments, width, eps, weight, sums, shift, rows, probe, gelu, expected):
+def _(x, moments, width, eps, weight, sums, shift, rows, probe, gelu, expected, space=0):
     seen = x.new_empty(x.shape[0] if probe >= 0 else 0, dtype=torch.float32)
     return x.new_empty(x.shape[0], weight.shape[0]), seen
 
@@ -146,11 +147,12 @@ def run_normed(
     probe: int,
     gelu: bool,
     tile: Tile,
+    space: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The kernel with a tile of one's own; seen is empty where nothing is looked at."""
     seen = torch.empty(len(x) if probe >= 0 else 0, dtype=torch.float32, device=x.device)
     norm = Norm(moments, width, eps, sums, probe, seen)
-    return products.run(x, weight, shift, None, None, rows, gelu, tile, norm=norm), seen
+    return products.run(x, weight, shift, None, None, rows, gelu, tile, norm=norm, space=space), seen
 
 
 def normed(
@@ -165,7 +167,9 @@ def normed(
     probe: int,
     gelu: bool,
     expected: int,
+    space: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference, W', u and c being those of `fold`; what is not live is not written."""
-    out, seen = _normed(x, moments, width, eps, weight, sums, shift, rows, probe, gelu, expected)
+    """As the reference, W', u and c being those of `fold`; what is not live is not written. `space`: see
+    kernels.blank."""
+    out, seen = _normed(x, moments, width, eps, weight, sums, shift, rows, probe, gelu, expected, space)
     return out, None if probe < 0 else seen

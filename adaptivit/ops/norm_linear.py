@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import norm as norms
-from .kernels import precision, tl, triton
+from .kernels import blank, precision, tl, triton
 
 if triton is not None:
     from .linear import _gelu
@@ -167,8 +167,9 @@ def _norm_linear(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
+    space: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile_for(x.dtype))
+    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile_for(x.dtype), space)
 
 
 def run(
@@ -183,11 +184,12 @@ def run(
     probe: int,
     gelu: bool,
     tile: Tile,
+    space: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel with a tile of one's own; kept and seen are empty where nothing moves and nothing is looked at."""
     room, parts = len(x if index is None else index), split(x.shape[1])
     assert parts is not None
-    out = torch.empty(room, len(weight), dtype=x.dtype, device=x.device)
+    out = blank(room, len(weight), space, x)
     kept = x.new_empty(0) if index is None else torch.empty(room, x.shape[1], dtype=x.dtype, device=x.device)
     seen = torch.empty(room if probe >= 0 else 0, dtype=torch.float32, device=x.device)
     groups = triton.cdiv(len(weight), tile.n * tile.span)
@@ -225,7 +227,7 @@ def run(
 
 
 @_norm_linear.register_fake
-def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu):
+def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space=0):
     room = x.shape[0] if index is None else index.shape[0]
     kept = x.new_empty(0) if index is None else x.new_empty(room, x.shape[1])
     return x.new_empty(room, weight.shape[0]), kept, x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
@@ -242,7 +244,8 @@ def norm_linear(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
+    space: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference; what is not live is not written."""
-    out, kept, seen = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu)
+    """As the reference; what is not live is not written. `space`: see kernels.blank."""
+    out, kept, seen = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space)
     return out, x if index is None else kept, None if probe < 0 else seen
