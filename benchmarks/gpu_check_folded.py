@@ -41,7 +41,8 @@ def check_folded(
             bound = BOUND[dtype] * max(1.0, mean / 3 if dtype == torch.float32 else 1.0)
             close(f"normed, tile for {expected}, gelu {gelu}, {name}", out[:live], out64[:live], bound)
             if seen is not None and seen64 is not None:
-                close(f"normed seen, tile for {expected}, {name}", seen[:live], seen64[:live], bound)
+                # one number of a single row may be near zero, and is not as exact as it is small
+                close(f"normed seen, tile for {expected}, {name}", seen[:live], seen64[:live], bound, least=1.0)
 
 
 @torch.inference_mode()

@@ -3,12 +3,12 @@
 # `peers` with the bound of the output check at 0.05). From the checkout, with or without installation:
 #   sh benchmarks/h200.sh warm OUT       fill the compilers' caches, configurations side by side; nothing is kept
 #   sh benchmarks/h200.sh small OUT      DeiT-S: a replayed halting profile, and AHT-ViT that decides itself
-#   sh benchmarks/h200.sh tuned OUT      the same with torch.compile's max-autotune among the static models (slow)
+#   sh benchmarks/h200.sh modes OUT      static models alone, with max-autotune among torch.compile's modes (slow to compile)
 #   sh benchmarks/h200.sh peers OUT      DeiT-S: A-MoD, ToMe, DynamicViT, fold
 #   sh benchmarks/h200.sh folding OUT    DeiT-S: AHT-ViT and fold whose tokens fold, in every block and in three
 #   sh benchmarks/h200.sh others OUT     DeiT-T, ViT-B, 384 px
 #   sh benchmarks/h200.sh training OUT   training steps of AHT-ViT against static ones
-# A third word, e.g. "32 256": other batch sizes of small and tuned.
+# A third word, e.g. "32 256": other batch sizes of small and modes.
 set -u
 part=$1 out=$2 sizes=${3:-1 32 256 1024}
 run="python3 -m adaptivit benchmark --seed 0"
@@ -37,8 +37,8 @@ warm)
   wait ;;
 small)
   $run $deit $aht $quick --batch-sizes $sizes --out "$out/deit_small" --plot ;;
-tuned)
-  $run $deit $aht $best --batch-sizes $sizes --out "$out/tuned" --plot ;;
+modes)
+  $run $deit $best --batch-sizes $sizes --out "$out/modes" ;;
 peers)
   $run $deit $peers $quick --batch-sizes 32 256 --out "$out/peers" --plot ;;
 folding)
@@ -50,5 +50,5 @@ others)
 training)
   $training --turns 6 --steps 5 --out "$out/training.csv" ;;
 *)
-  echo "expected warm, small, tuned, peers, folding, others or training, got $part" >&2; exit 2 ;;
+  echo "expected warm, small, modes, peers, folding, others or training, got $part" >&2; exit 2 ;;
 esac

@@ -47,7 +47,9 @@ def test_the_listing_names_every_table_and_what_it_corresponds_to(capsys: Any) -
         assert all(word in said for word in table.source.split())
     wanted = {
         "digits",
+        "cifar100-static",
         "cifar100-main",
+        "cifar100-longer",
         "cifar100-peers",
         "cifar100-front",
         "cifar100-one-checkpoint",
