@@ -1,6 +1,5 @@
 #!/bin/sh
-# Speed on a GPU: the rows of benchmarks/h200/ (norms/ is `small` at batch 32 with --repeats 40; tome/ a part of
-# `peers` with the bound of the output check at 0.05). From the checkout, with or without installation:
+# Speed on a GPU: the rows of benchmarks/h200/ (norms/ is `small` at batch 32 with --repeats 40). From the checkout, with or without installation:
 #   sh benchmarks/h200.sh warm OUT       fill the compilers' caches, configurations side by side; nothing is kept
 #   sh benchmarks/h200.sh small OUT      DeiT-S: a replayed halting profile, and AHT-ViT that decides itself
 #   sh benchmarks/h200.sh modes OUT      static models alone, with max-autotune among torch.compile's modes (slow to compile)

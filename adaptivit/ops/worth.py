@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import tl, triton, usable
+from .kernels import early, tl, triton, usable, wait_for_others
 
 
 def reference(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,9 @@ if triton is not None:
         LIKENESS: tl.constexpr,
         POWER_HALF: tl.constexpr,
         VALUE_HALF: tl.constexpr,
+        EARLY: tl.constexpr = False,
     ):
+        wait_for_others(EARLY)
         cell = tl.program_id(0) * TILE + tl.arange(0, TILE)
         inside = cell < cells
         seen = tl.load(seen_pointer + cell, mask=inside, other=1.0)
@@ -66,6 +68,7 @@ def _worth(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value
         LIKENESS=alike is not None,
         POWER_HALF=power == 0.5,
         VALUE_HALF=value == 0.5,
+        **early(seen),
     )
     return score, say
 
