@@ -26,6 +26,8 @@ from .output import Output
 if TYPE_CHECKING:
     from .model import AdaptiveViT
 
+MIB = 2**20
+
 
 class Captured:
     """A model's forward pass for batches of up to `batch` images, as a CUDA graph.
@@ -88,6 +90,8 @@ class Captured:
             torch.cuda.current_stream(weight.device).wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
+                if choice.fused:
+                    _for_rows(batch * model.shape.tokens * model.shape.dim, weight)  # taken, and free at once
                 self._made = step(self._images)
 
     def _first_turn(self) -> Turn:
@@ -171,10 +175,18 @@ class Captured:
         return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}{norms}"
 
 
+def _for_rows(size: int, like: Tensor) -> list[Tensor]:
+    """Blocks of memory for the rows of a pass, of which up to four are needed at once: before and after a product, a
+    move and a norm. torch's allocator gives out the smallest free block that is large enough, and cuts off the rest.
+    Without these, rows would be cut out of the block that qkv and the hidden layer take turns in, and those need
+    another. Small blocks come out of segments of 20 MiB, where there is nothing to win."""
+    return [like.new_empty(size) for _ in range(4)] if size * like.element_size() >= 10 * MIB else []
+
+
 def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Zeros. For 1 to 10 MiB torch's allocator sets 20 aside, which nothing else here would use; for 10, 10."""
-    size, mib = math.prod(shape), 2**20 // like.element_size()
-    held = 10 * mib if mib < size < 10 * mib else size
+    size, one = math.prod(shape), MIB // like.element_size()
+    held = 10 * one if one < size < 10 * one else size
     return torch.zeros(held, dtype=like.dtype, device=like.device)[:size].view(shape)
 
 
