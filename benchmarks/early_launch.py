@@ -1,6 +1,6 @@
 """Captured passes whose kernels are launched early (kernels.early), beside the same ones launched one after the other.
 
-python3 benchmarks/early_launch.py --policies static aht:gamma=10,beta=-4.8 fold:budget=0.67 --batch-sizes 1 32 --out OUT
+python3 benchmarks/early_launch.py --policies static aht:gamma=10,beta=-4.8 fold:budget=0.67 --batch-sizes 1 32
 
 Both take turns. The logits must be equal to the last bit: the kernels are the same, and a kernel that did not wait for
 the one before it would read what is not there yet. Exit code 1 where they are not.
