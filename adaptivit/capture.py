@@ -91,7 +91,7 @@ class Captured:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 if choice.fused:
-                    _for_rows(batch * model.shape.tokens * model.shape.dim, weight)  # taken, and free at once
+                    _set_rows_apart(batch * model.shape.tokens * model.shape.dim, weight)  # taken, and free at once
                 self._made = step(self._images)
 
     def _first_turn(self) -> Turn:
@@ -175,16 +175,21 @@ class Captured:
         return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}{norms}"
 
 
-def _for_rows(size: int, like: Tensor) -> list[Tensor]:
+def _set_rows_apart(size: int, like: Tensor) -> list[Tensor]:
     """Blocks of memory for the rows of a pass, of which up to four are needed at once: before and after a product, a
-    move and a norm. torch's allocator gives out the smallest free block that is large enough, and cuts off the rest.
-    Without these, rows would be cut out of the block that qkv and the hidden layer take turns in, and those need
-    another. Small blocks come out of segments of 20 MiB, where there is nothing to win."""
-    return [like.new_empty(size) for _ in range(4)] if size * like.element_size() >= 10 * MIB else []
+    move and a norm; and a segment for what is smaller (moments, evidence).
+
+    torch's allocator gives out the smallest free block that is large enough, and cuts off the rest. Without these, rows
+    would be cut out of the block that qkv and the hidden layer take turns in, and those would need another. Rows of
+    less than 10 MiB share segments of 20 anyway."""
+    if size * like.element_size() < 10 * MIB:
+        return []
+    return [like.new_empty(n) for n in (size, size, size, size, 2 * MIB // like.element_size())]
 
 
 def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros. For 1 to 10 MiB torch's allocator sets 20 aside, which nothing else here would use; for 10, 10."""
+    """Zeros. For 1 to 10 MiB torch's allocator sets 20 aside, and nothing else of a capture would use the rest; for
+    10, it sets 10 aside."""
     size, one = math.prod(shape), MIB // like.element_size()
     held = 10 * one if one < size < 10 * one else size
     return torch.zeros(held, dtype=like.dtype, device=like.device)[:size].view(shape)

@@ -255,9 +255,14 @@ def check_model(policy: str, settings: dict[str, object], dtype: torch.dtype, co
 
     close(f"{shown} {str(dtype)[6:]}, {out.layout}", out.logits, replayed(out.trace), 3e-2)
     captured = model.capture(batch, compile=compiled)
-    one = captured(images)
+    one, recorded = captured(images), captured.record(images)
     # folded norms round otherwise, and a policy may then decide otherwise: its own decisions, not those above
-    close(f"{shown}, captured", one.logits, replayed(captured.record(images).trace), 3e-2)
+    close(f"{shown}, captured", one.logits, replayed(recorded.trace), 3e-2)
+    alike = float((one.trace.attended == recorded.trace.attended).double().mean())
+    good = alike >= (0.99 if compiled else 1.0)  # compiled scores round otherwise, too
+    print(f"{'ok   ' if good else 'WRONG'} {shown}, captured, decisions as recorded {100 * alike:.2f} %", flush=True)
+    WRONG.extend([] if good else [f"{shown}, captured, decisions"])
+    close(f"{shown}, captured, MACs as without folded norms", one.macs, out.macs, 2e-2)
     if policy == "replay":  # it knows places, not images
         two = captured(images[:2]).logits
     else:

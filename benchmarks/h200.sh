@@ -2,7 +2,7 @@
 # Speed on a GPU: the rows of benchmarks/h200/ (norms/ is `small` at batch 32 with --repeats 40). From the checkout, with or without installation:
 #   sh benchmarks/h200.sh warm OUT       fill the compilers' caches, configurations side by side; nothing is kept
 #   sh benchmarks/h200.sh small OUT      DeiT-S: a replayed halting profile, and AHT-ViT that decides itself
-#   sh benchmarks/h200.sh modes OUT      static models alone, with max-autotune among torch.compile's modes (slow to compile)
+#   sh benchmarks/h200.sh modes OUT      static models alone, max-autotune among them (slow to compile)
 #   sh benchmarks/h200.sh peers OUT      DeiT-S: A-MoD, ToMe, DynamicViT, fold
 #   sh benchmarks/h200.sh folding OUT    DeiT-S: AHT-ViT and fold whose tokens fold, in every block and in three
 #   sh benchmarks/h200.sh others OUT     DeiT-T, ViT-B, 384 px

@@ -239,7 +239,8 @@ def test_shapes_are_known_beforehand() -> None:
         piece = norm_folded.piece(expected, width, dtype)
         for probe in (-1, 3):
             known = (y, moments, piece, 1e-6, *norm_folded.fold(*layer(width, 48, dtype)), count(5), probe, True, 5000)
-            torch.library.opcheck(norm_folded._normed, known, test_utils=("test_schema", "test_faketensor"))
+            for given_space in (known, (*known, 64)):
+                torch.library.opcheck(norm_folded._normed, given_space, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_fold() -> None:

@@ -503,8 +503,9 @@ def test_room_for_images_is_no_more_than_the_allocator_needs(mib: float, held: f
 
 @pytest.mark.parametrize(("size", "blocks"), [(5 * 2**20, 4), (5 * 2**20 - 1, 0)])
 def test_blocks_are_set_apart_where_the_allocator_would_cut_larger_ones(size: int, blocks: int) -> None:
-    found = capture._for_rows(size, torch.zeros(1, dtype=torch.bfloat16))
-    assert [(t.numel(), t.dtype) for t in found] == [(size, torch.bfloat16)] * blocks
+    found = capture._set_rows_apart(size, torch.zeros(1, dtype=torch.bfloat16))
+    assert [t.numel() for t in found] == [size] * blocks + [2**20] * (blocks > 0)
+    assert all(t.dtype == torch.bfloat16 for t in found)
 
 
 def test_capture_needs_a_gpu() -> None:

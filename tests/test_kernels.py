@@ -502,6 +502,7 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()  # the check compares whole answers; what is not written is not NaN then
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     check(linear.linear, (noise(5, 16), noise(8, 16), noise(8), noise(5, 8), noise(8), None, True, 5))
+    check(linear.linear, (noise(5, 16), noise(8, 16), None, None, None, None, False, 5, 24))
     weight, probe = noise(16), noise(16, seed=1)
     index = torch.arange(5, dtype=torch.int32, device=DEVICE)
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, None, None, None, None))
@@ -509,6 +510,7 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     wide, affine = noise(5, 32), (noise(32), noise(32), 1e-6, noise(8, 32), noise(8))
     check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True))
     check(norm_linear._norm_linear, (wide, *affine, index, count(5), 3, False))
+    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 24))
     for weights in ("none", "bool", "sizes"):
         q, k, v, offsets, given = packed([3, 2], 1, 16, weights, torch.float32)
         rows, seen = [t[:5] for t in (q, k, v)], kernels.log2_weight(None if given is None else given[:5])

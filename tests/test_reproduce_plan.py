@@ -214,6 +214,16 @@ def test_rows_and_what_they_start_from_can_be_chosen() -> None:
     assert (last.trains, last.epochs, last.training.weights) == (False, epochs, chain["AHT-ViT, one checkpoint"].model)
 
 
+def test_the_longer_static_model_alone_is_mixed() -> None:
+    jobs = planned("cifar100-longer")
+    first = jobs.pop("static").training
+    assert (first.epochs, first.mixup, first.cutmix, first.distill) == (40, 0.8, 1.0, 0.0)
+    assert {(j.training.epochs, j.training.mixup, j.training.cutmix, j.training.distill) for j in jobs.values()} == {
+        (tables.ABLATION_EPOCHS, 0.0, 0.0, 1.0)
+    }
+    assert planned("cifar100-static")["static, mixup and CutMix, 40 epochs"].training.out == first.out
+
+
 def test_weights_are_found_by_backbone(tmp_path: Path) -> None:
     for name in ("deit_tiny_patch16_224.safetensors", "deit_small_patch16_224.pth"):
         (tmp_path / name).write_bytes(b"")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import early, live, multiprocessors, power_of_two, tl, triton, usable, wait_for_others
+from .kernels import live, multiprocessors, power_of_two, tl, triton, usable
 
 if triton is not None:
     from .linear import _measure
@@ -54,9 +54,7 @@ if triton is not None:
         GATED: tl.constexpr,
         COUNTED: tl.constexpr,
         MEASURED: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         rows = room
         if COUNTED:
             rows = tl.load(count_pointer)
@@ -111,7 +109,6 @@ def _back(
         GATED=gate is not None,
         COUNTED=count is not None,
         MEASURED=measures,
-        **early(rows),
     )
     return out, moments
 

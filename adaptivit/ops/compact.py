@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import early, power_of_two, tl, triton, usable, wait_for_others
+from .kernels import power_of_two, tl, triton, usable
 
 Order = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -67,16 +67,7 @@ if triton is not None:
         return stay
 
     @triton.jit
-    def _count_kernel(
-        stay_pointer,
-        into_pointer,
-        counts_pointer,
-        slots,
-        WIDE: tl.constexpr,
-        MEETS: tl.constexpr,
-        EARLY: tl.constexpr = False,
-    ):
-        wait_for_others(EARLY)
+    def _count_kernel(stay_pointer, into_pointer, counts_pointer, slots, WIDE: tl.constexpr, MEETS: tl.constexpr):
         slot = tl.arange(0, WIDE)
         image = tl.program_id(0)
         stay = _stays(stay_pointer, into_pointer, image * slots + slot, slot, slot < slots, MEETS)
@@ -107,9 +98,7 @@ if triton is not None:
         COUNTED: tl.constexpr,
         EQUAL: tl.constexpr,
         MEETS: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         image = tl.program_id(0)
         slot = tl.arange(0, WIDE)
         inside = slot < slots
@@ -174,7 +163,7 @@ def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | 
         m = meeting
         lists = [m.into, m.scale, m.stay.view(torch.uint8), m.own, m.source, m.target, m.part, m.number]
     if counted:
-        _count_kernel[(batch,)](flags, lists[0], counts, slots, WIDE=wide, MEETS=meets, **early(before))
+        _count_kernel[(batch,)](flags, lists[0], counts, slots, WIDE=wide, MEETS=meets)
     _order_kernel[(batch,)](
         *(flags, before, counts, place, cells, offsets, index, *lists, batch, slots, count or 0),
         WIDE=wide,
@@ -183,7 +172,6 @@ def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | 
         EQUAL=equal,
         MEETS=meets,
         num_warps=4 if tile <= 4096 else 8,
-        **early(before),
     )
     return place, cells, offsets, index
 

@@ -15,20 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import (
-    LOG2E,
-    alike,
-    as_pointer,
-    early,
-    log2_weight,
-    power_of_two,
-    precision,
-    tl,
-    triton,
-    usable,
-    wait_for_others,
-    weight_kind,
-)
+from .kernels import LOG2E, alike, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
 
 
 def reference(q: Tensor, k: Tensor, offsets: Tensor, weight: Tensor | None, queries: str) -> Tensor:
@@ -72,9 +59,7 @@ if triton is not None:
         CHUNK: tl.constexpr,
         WIDE: tl.constexpr,
         WEIGHTED: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         image = tl.program_id(0)
         head = tl.program_id(1)
         start = tl.load(offsets_pointer + image)
@@ -113,10 +98,8 @@ if triton is not None:
         TN: tl.constexpr,
         WEIGHTED: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
         """log2 sum_j w_j exp(s_ij) of every row and head."""
-        wait_for_others(EARLY)
         image = tl.program_id(1) // HEADS
         head = tl.program_id(1) % HEADS
         start = tl.load(offsets_pointer + image)
@@ -163,9 +146,7 @@ if triton is not None:
         TN: tl.constexpr,
         WEIGHTED: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         image = tl.program_id(1) // HEADS
         head = tl.program_id(1) % HEADS
         start = tl.load(offsets_pointer + image)
@@ -205,7 +186,6 @@ def _class_row(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tens
         WIDE=power_of_two(longest),
         WEIGHTED=weight_kind(weight),
         num_warps=8,
-        **early(q),
     )
     return out
 
@@ -226,8 +206,8 @@ def _received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tenso
     }
     images, tiles = len(offsets) - 1, triton.cdiv(longest, 64)
     strides = (q.stride(0), q.stride(1), scale)
-    _sums_kernel[(tiles, images * heads)](q, k, seen, offsets, sums, *strides, **sizes, **early(q))
-    _received_kernel[(tiles, images * heads)](q, k, seen, offsets, sums, out, *strides, **sizes, **early(q))
+    _sums_kernel[(tiles, images * heads)](q, k, seen, offsets, sums, *strides, **sizes)
+    _received_kernel[(tiles, images * heads)](q, k, seen, offsets, sums, out, *strides, **sizes)
     return out
 
 

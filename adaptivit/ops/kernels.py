@@ -25,7 +25,6 @@ __all__ = [
     "alike",
     "as_pointer",
     "blank",
-    "early",
     "live",
     "log2_weight",
     "multiprocessors",
@@ -35,12 +34,10 @@ __all__ = [
     "tl",
     "triton",
     "usable",
-    "wait_for_others",
     "weight_kind",
 ]
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-launch_early = False  # not tried on a GPU yet (benchmarks/LOG.md)
 on_cpu = False  # tests set it, to run the kernels in Triton's interpreter
 LOG2E = 1.4426950408889634
 
@@ -60,31 +57,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # so that the interpreter goes round the loops
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@lru_cache
-def _dependent(device: torch.device) -> bool:
-    known = triton is not None and hasattr(tl.extra.cuda, "gdc_wait") and torch.version.hip is None
-    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def early(t: Tensor) -> dict[str, bool]:
-    """How a kernel is launched that begins with wait_for_others(EARLY)."""
-    return {"EARLY": True, "launch_pdl": True} if launch_early and _dependent(t.device) else {}
-
-
-if triton is not None:
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def wait_for_others(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-        """To be called before anything is read or written. From Hopper on a kernel is then set up while the one before
-        it still runs (programmatic dependent launch), and waits here for its end. In this order: who comes behind this
-        one is let in after the wait, and so cannot overtake what is before it."""
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-else:
-    wait_for_others = None
 
 
 def power_of_two(n: int, least: int = 16) -> int:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import blank, early, live, multiprocessors, precision, tl, triton, wait_for_others
+from .kernels import blank, live, multiprocessors, precision, tl, triton
 
 
 def reference(
@@ -216,9 +216,7 @@ if triton is not None:
         PROBED: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         rows = room
         if COUNTED:
             rows = tl.load(rows_pointer)
@@ -349,6 +347,5 @@ def run(
         PRECISION=precision(x.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **early(x),
     )
     return out

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import similar
-from .kernels import early, power_of_two, tl, triton, usable, wait_for_others
+from .kernels import power_of_two, tl, triton, usable
 
 if triton is not None:
     from .select import _higher
@@ -60,9 +60,7 @@ if triton is not None:
         RANKED: tl.constexpr,
         SUMS: tl.constexpr,
         SAYS: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         first_cell = tl.program_id(0).to(tl.int64) * slots
         units_pointer += first_cell * (2 * d)
         slot = tl.arange(0, ALL)
@@ -164,7 +162,6 @@ def _meet(
             SUMS=size is not None,
             SAYS=say is not None,
             num_warps=4 if every < 256 else 8 if every <= 512 else 16,
-            **early(here),
         )
     return into, scale, after
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import compact
-from .kernels import early, multiprocessors, power_of_two, precision, tl, triton, usable, wait_for_others
+from .kernels import multiprocessors, power_of_two, precision, tl, triton, usable
 
 if triton is not None:
     from .linear import _measure
@@ -76,11 +76,9 @@ if triton is not None:
         MEASURED: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
         """One image, TC columns, every so many tiles of TM rows. Those that join are multiplied in as a matrix of
         scales [TM, TL]; a float32 scale is two numbers that the tensor cores take as they are."""
-        wait_for_others(EARLY)
         image = tl.program_id(0)
         start = tl.load(offsets_pointer + image)
         length = tl.load(offsets_pointer + image + 1) - start
@@ -137,10 +135,8 @@ if triton is not None:
         TM: tl.constexpr,
         TN: tl.constexpr,
         SAYS: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
         """Sums by comparing everybody with everybody of the image: in the same order at every call."""
-        wait_for_others(EARLY)
         cell = tl.program_id(1) * slots
         i = tl.program_id(0) * TM + tl.arange(0, TM)
         into = tl.load(into_pointer + cell + i, mask=i < slots, other=-1).to(tl.int32)
@@ -196,7 +192,6 @@ def _merge(
         MEASURED=measures,
         EXACT=rows.dtype == torch.float32,
         PRECISION=precision(rows.dtype),
-        **early(rows),
     )
     return out, stay, after, cells, offsets, moments
 
@@ -221,7 +216,6 @@ def _join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None) -> tu
         TN=min(256, power_of_two(slots)),
         SAYS=say is not None,
         num_warps=1,
-        **early(size),
     )
     return scale, after
 

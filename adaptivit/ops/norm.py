@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import early, live, multiprocessors, power_of_two, tl, triton, wait_for_others
+from .kernels import live, multiprocessors, power_of_two, tl, triton
 
 
 def reference(
@@ -63,9 +63,7 @@ if triton is not None:
         COUNTED: tl.constexpr,
         PROBED: tl.constexpr,
         SHIFTED: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         rows = room
         if COUNTED:
             rows = tl.load(rows_pointer)
@@ -140,7 +138,6 @@ def _norm(
         PROBED=probe is not None,
         SHIFTED=shift is not None,
         num_warps=4,
-        **early(x),
     )
     return y, kept, seen
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import norm as norms
-from .kernels import blank, early, precision, tl, triton, wait_for_others
+from .kernels import blank, precision, tl, triton
 
 if triton is not None:
     from .linear import _gelu
@@ -101,9 +101,7 @@ if triton is not None:
         GELU: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         D: tl.constexpr = LEFT + RIGHT
         rows = room
         if COUNTED:
@@ -224,7 +222,6 @@ def run(
         PRECISION=precision(x.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **early(x),
     )
     return out, kept, seen
 

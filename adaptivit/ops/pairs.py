@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import early, power_of_two, tl, triton, usable, wait_for_others
+from .kernels import power_of_two, tl, triton, usable
 
 
 def reference(
@@ -66,9 +66,7 @@ if triton is not None:
         ALL: tl.constexpr,
         PART: tl.constexpr,
         RANKED: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         image = tl.program_id(0)
         i = tl.arange(0, WIDE)
         count = (n + 1) // 2
@@ -131,7 +129,6 @@ def _pairs(best: Tensor, partner: Tensor, order: Tensor, present: Tensor, r: int
         PART=16,
         RANKED=prefix == 0,
         num_warps=4 if wide <= 128 else 8,
-        **early(order),
     )
     return into, following
 

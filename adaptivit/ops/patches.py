@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import early, precision, tl, triton, wait_for_others
+from .kernels import precision, tl, triton
 
 
 def reference(
@@ -52,9 +52,7 @@ if triton is not None:
         TK: tl.constexpr,
         BIAS: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         K: tl.constexpr = CHANNELS * HIGH * WIDE
         across: tl.constexpr = (D + TN - 1) // TN
         m = (tl.program_id(0) // across) * TM + tl.arange(0, TM)
@@ -120,7 +118,6 @@ def patches(
         PRECISION=precision(images.dtype),
         num_warps=4,
         num_stages=3,
-        **early(images),
     )
     return out
 

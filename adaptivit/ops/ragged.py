@@ -15,20 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import (
-    LOG2E,
-    alike,
-    as_pointer,
-    early,
-    log2_weight,
-    power_of_two,
-    precision,
-    tl,
-    triton,
-    usable,
-    wait_for_others,
-    weight_kind,
-)
+from .kernels import LOG2E, alike, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -63,9 +50,7 @@ if triton is not None:
         TN: tl.constexpr,
         WEIGHTED: tl.constexpr,
         PRECISION: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         image = tl.program_id(1) // HEADS
         head = tl.program_id(1) % HEADS
         start = tl.load(offsets_pointer + image)
@@ -136,7 +121,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weig
         PRECISION=precision(q.dtype),
         num_warps=warps,
         num_stages=stages,
-        **early(q),
     )
     return out
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import early, power_of_two, tl, triton, usable, wait_for_others
+from .kernels import power_of_two, tl, triton, usable
 
 
 def reference(score: Tensor, among: Tensor, count: int, rest: bool = False) -> Tensor:
@@ -46,10 +46,8 @@ if triton is not None:
         TM: tl.constexpr,
         TN: tl.constexpr,
         REST: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
         """A token is chosen if fewer than `count` others are above it: no sort."""
-        wait_for_others(EARLY)
         image = tl.program_id(1)
         i = tl.program_id(0) * TM + tl.arange(0, TM)
         scores, candidates = score_pointer + image * score_stride, among_pointer + image * among_stride
@@ -78,7 +76,6 @@ def _top(score: Tensor, among: Tensor, count: int, rest: bool) -> Tensor:
         TM=tall,
         TN=min(256, power_of_two(slots)),
         REST=rest,
-        **early(among),
     )
     return out
 

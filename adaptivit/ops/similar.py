@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import early, multiprocessors, power_of_two, tl, triton, usable, wait_for_others
+from .kernels import multiprocessors, power_of_two, tl, triton, usable
 
 NEAREST, MATCH = 0, 1  # what is asked of the kernel
 
@@ -93,9 +93,7 @@ if triton is not None:
         WIDE: tl.constexpr,
         TM: tl.constexpr,
         RAGGED: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         if RAGGED:
             rows = tl.load(offsets_pointer + batch)
         if tl.program_id(0) * TM < rows:
@@ -174,9 +172,7 @@ if triton is not None:
         TN: tl.constexpr,
         WHAT: tl.constexpr,
         RAGGED: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         image = tl.program_id(0) // tiles
         first = tl.program_id(0) % tiles * TM
         start = 0
@@ -284,7 +280,6 @@ def _launch(
         RAGGED=offsets is not None,
         num_warps=WARPS,
         num_stages=stages,
-        **early(units),
     )
 
 
@@ -304,7 +299,6 @@ def _units(k: Tensor, index: Tensor, offsets: Tensor | None, batch: int, slots: 
             TM=tall,
             RAGGED=ragged,
             num_warps=4,
-            **early(k),
         )
     return out
 

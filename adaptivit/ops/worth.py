@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import early, tl, triton, usable, wait_for_others
+from .kernels import tl, triton, usable
 
 
 def reference(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
@@ -43,9 +43,7 @@ if triton is not None:
         LIKENESS: tl.constexpr,
         POWER_HALF: tl.constexpr,
         VALUE_HALF: tl.constexpr,
-        EARLY: tl.constexpr = False,
     ):
-        wait_for_others(EARLY)
         cell = tl.program_id(0) * TILE + tl.arange(0, TILE)
         inside = cell < cells
         seen = tl.load(seen_pointer + cell, mask=inside, other=1.0)
@@ -68,7 +66,6 @@ def _worth(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value
         LIKENESS=alike is not None,
         POWER_HALF=power == 0.5,
         VALUE_HALF=value == 0.5,
-        **early(seen),
     )
     return score, say
 
