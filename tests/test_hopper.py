@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.ops import back, kernels, linear, meet, merge, select, similar
+from adaptivit.ops import back, kernels, linear, meet, merge, ragged, select, similar
 
 pytestmark = pytest.mark.skipif(
     kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
@@ -99,6 +99,19 @@ def test_who_is_most_alike(what: int) -> None:
             "RAGGED": what == similar.NEAREST,
         }
         shared_memory(similar._closest_kernel, types, constants, num_warps=similar.WARPS, num_stages=stages)
+
+
+@pytest.mark.parametrize("weighted", [0, 1, 2])
+@pytest.mark.parametrize("longest", [197, 577])
+def test_attention(longest: int, weighted: int) -> None:
+    """Of four programs a multiprocessor at 197 tokens, two at 577."""
+    tm, tn, warps, stages = ragged.tile_for(longest, 64, torch.bfloat16)
+    rows = dict.fromkeys(("q_pointer", "k_pointer", "v_pointer", "out_pointer"), "*bf16")
+    types = rows | {"weight_pointer": ("*bf16", "*u8", "*fp32")[weighted], "offsets_pointer": "*i32"}
+    types |= {"row_stride": "i32", "head_stride": "i32", "scale": "fp32"}
+    constants = {"HEADS": 6, "d": 64, "WIDE": 64, "TM": tm, "TN": tn, "WEIGHTED": weighted, "PRECISION": "tf32"}
+    taken = shared_memory(ragged._attend_kernel, types, constants, num_warps=warps, num_stages=stages)
+    assert (4 if longest == 197 else 2) * (taken + RESERVED) <= SHARED
 
 
 def test_the_best() -> None:

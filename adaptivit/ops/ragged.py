@@ -31,6 +31,66 @@ def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor |
 
 
 if triton is not None:
+    FEW = tl.constexpr(16)  # queries that are a tile of their own: the least that tensor cores take
+
+    @triton.jit
+    def _attend_rows(
+        q_pointer,
+        k_pointer,
+        v_pointer,
+        weight_pointer,
+        out_pointer,
+        first,
+        length,
+        row_stride,
+        out_stride,
+        scale,
+        d: tl.constexpr,
+        WIDE: tl.constexpr,
+        TM: tl.constexpr,
+        TN: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """TM queries from `first` on over all keys of an image; pointers are at the head of its first row."""
+        i = first + tl.arange(0, TM)
+        c = tl.arange(0, WIDE)
+        wide = (c < d)[None, :]
+        q = tl.load(q_pointer + i[:, None] * row_stride + c[None, :], mask=(i < length)[:, None] & wide, other=0.0)
+        top = tl.full((TM,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((TM,), dtype=tl.float32)
+        out = tl.zeros((TM, WIDE), dtype=tl.float32)
+        for other in range(0, length, TN):
+            j = other + tl.arange(0, TN)
+            inside = (j < length)[:, None] & wide
+            place = j[:, None] * row_stride + c[None, :]
+            k = tl.load(k_pointer + place, mask=inside, other=0.0)
+            v = tl.load(v_pointer + place, mask=inside, other=0.0)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            if WEIGHTED == 2:
+                s = s * scale + tl.load(weight_pointer + j, mask=j < length, other=float("-inf"))[None, :]
+            elif WEIGHTED == 1:
+                there = tl.load(weight_pointer + j, mask=j < length, other=0)
+                s = tl.where((there != 0)[None, :], s, float("-inf"))
+            elif other + TN > length:
+                s = tl.where((j < length)[None, :], s, float("-inf"))
+            highest = tl.maximum(top, tl.max(s, 1))
+            if WEIGHTED:  # all keys so far may be absent
+                finite = tl.where(highest == float("-inf"), 0.0, highest)
+            else:
+                finite = highest
+            if WEIGHTED == 2:
+                p = tl.exp2(s - finite[:, None])
+                shrink = tl.exp2(top - finite)
+            else:  # scale is positive; multiplied and subtracted in one instruction
+                p = tl.exp2(s * scale - (finite * scale)[:, None])
+                shrink = tl.exp2((top - finite) * scale)
+            total = total * shrink + tl.sum(p, 1)
+            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+            top = highest
+        out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+        to = out_pointer + i[:, None] * out_stride + c[None, :]
+        tl.store(to, out.to(out_pointer.dtype.element_ty), mask=(i < length)[:, None] & wide)
 
     @triton.jit
     def _attend_kernel(
@@ -57,50 +117,34 @@ if triton is not None:
         length = tl.load(offsets_pointer + image + 1) - start
         first = tl.program_id(0) * TM
         if first < length:
-            i = first + tl.arange(0, TM)
-            c = tl.arange(0, WIDE)
-            base = start.to(tl.int64) * row_stride + head * head_stride
-            at = i.to(tl.int64)[:, None] * row_stride + c[None, :]
-            q = tl.load(q_pointer + base + at, mask=(i < length)[:, None] & (c < d)[None, :], other=0.0)
-            top = tl.full((TM,), float("-inf"), dtype=tl.float32)
-            total = tl.zeros((TM,), dtype=tl.float32)
-            out = tl.zeros((TM, WIDE), dtype=tl.float32)
-            for other in range(0, length, TN):
-                j = other + tl.arange(0, TN)
-                inside = (j < length)[:, None] & (c < d)[None, :]
-                place = j.to(tl.int64)[:, None] * row_stride + c[None, :]
-                k = tl.load(k_pointer + base + place, mask=inside, other=0.0)
-                v = tl.load(v_pointer + base + place, mask=inside, other=0.0)
-                s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-                if WEIGHTED == 2:
-                    s += tl.load(weight_pointer + start + j, mask=j < length, other=float("-inf"))[None, :]
-                elif WEIGHTED == 1:
-                    there = tl.load(weight_pointer + start + j, mask=j < length, other=0)
-                    s = tl.where((there != 0)[None, :], s, float("-inf"))
-                else:
-                    s = tl.where((j < length)[None, :], s, float("-inf"))
-                highest = tl.maximum(top, tl.max(s, 1))
-                if WEIGHTED:  # all keys so far may be absent
-                    finite = tl.where(highest == float("-inf"), 0.0, highest)
-                else:
-                    finite = highest
-                p = tl.exp2(s - finite[:, None])
-                shrink = tl.exp2(top - finite)
-                total = total * shrink + tl.sum(p, 1)
-                out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-                top = highest
-            out = out / tl.where(total > 0.0, total, 1.0)[:, None]
-            to = (start + i).to(tl.int64)[:, None] * (HEADS * d) + head * d + c[None, :]
-            mask = (i < length)[:, None] & (c < d)[None, :]
-            tl.store(out_pointer + to, out.to(out_pointer.dtype.element_ty), mask=mask)
+            at = start.to(tl.int64) * row_stride + head * head_stride
+            to = out_pointer + start.to(tl.int64) * (HEADS * d) + head * d
+            q, k, v, weight = q_pointer + at, k_pointer + at, v_pointer + at, weight_pointer + start
+            if length - first <= FEW:  # the last tile of 197 tokens holds 5
+                _attend_rows(
+                    *(q, k, v, weight, to, first, length, row_stride, HEADS * d, scale),
+                    *(d, WIDE, FEW, TN, WEIGHTED, PRECISION),
+                )
+            else:
+                _attend_rows(
+                    *(q, k, v, weight, to, first, length, row_stride, HEADS * d, scale),
+                    *(d, WIDE, TM, TN, WEIGHTED, PRECISION),
+                )
 
 
 @torch.library.custom_op("adaptivit::attend", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None) -> Tensor:
     """`weight` boolean, or the binary logarithm."""
+    return run(q, k, v, offsets, longest, weight, tile_for(longest, q.shape[-1], q.dtype))
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None, tile: tuple[int, ...]
+) -> Tensor:
+    """The kernel with a tile of one's own: queries, keys, warps, stages."""
     room, heads, width = q.shape
     out = torch.empty(room, heads, width, dtype=v.dtype, device=v.device)
-    tm, tn, warps, stages = tile_for(longest, width, q.dtype)
+    tm, tn, warps, stages = tile
     grid = (triton.cdiv(longest, tm), (len(offsets) - 1) * heads)
     _attend_kernel[grid](
         q,
