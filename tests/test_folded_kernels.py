@@ -12,7 +12,7 @@ from interpreted import here
 from test_kernels import TILES, TOLERANCE, assert_near, count, double, dtypes, fitting, noise
 from torch import Tensor
 
-from adaptivit.ops import linear, norm_folded
+from adaptivit.ops import kernels, linear, norm_folded
 from adaptivit.ops.linear import Tile
 
 pytestmark = others.pytestmark
@@ -255,3 +255,21 @@ def test_fold() -> None:
         wanted = weight.double() @ offset.double()
         assert torch.allclose(shift.double(), wanted + bias.double(), rtol=1e-6, atol=1e-6)
         assert torch.allclose(norm_folded.fold(gain, offset, weight, None)[2].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_who_rounds_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 on NVIDIA's GPUs, and nobody in the interpreter."""
+
+    class Given:
+        def __init__(self, dtype: torch.dtype, is_cuda: bool) -> None:
+            self.dtype, self.is_cuda = dtype, is_cuda
+
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    kinds = [Given(d, cuda) for d in (torch.bfloat16, torch.float16, torch.float32) for cuda in (True, False)]
+    assert [kernels.packs(given) for given in kinds] == [True, *[False] * 5]  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not kernels.packs(kinds[0])  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    assert not kernels.packs(kinds[0])  # type: ignore[arg-type]

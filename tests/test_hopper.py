@@ -19,8 +19,8 @@ SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each pr
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
-    """Compile; bytes of shared memory of a program. Arguments without a type are constants."""
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """Arguments without a type are constants."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -28,8 +28,12 @@ def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any],
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     target = GPUTarget("cuda", 90, 32)
-    made = kernels.triton.compile(ASTSource(kernel, signature, places), target=target, options=options or None)
-    return int(made.metadata.shared)
+    return kernels.triton.compile(ASTSource(kernel, signature, places), target=target, options=options or None)
+
+
+def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
+    """Compile; bytes of shared memory of a program."""
+    return int(compiled(kernel, types, constants, **options).metadata.shared)
 
 
 # product: width out, depth, and what it does beside multiplying
@@ -52,9 +56,12 @@ def test_products(name: str, rows: int) -> None:
     types |= {"room": "i32", "eps": "fp32", "probe": "i32"}
     off = ("GELU", "SCALE", "RESIDUAL", "MEASURED", "NORMED", "PROBED", "EXACT")
     constants: dict[str, Any] = dict.fromkeys(off, False) | {"BIAS": True, "COUNTED": True, "PRECISION": "tf32"}
+    constants["PACKED"] = True
     constants |= {"N": width, "K": depth, "WIDTH": 128, "TM": tile.m, "TN": tile.n, "TK": tile.k, "PARTS": tile.parts}
-    taken = shared_memory(linear._linear_kernel, types, constants | does, num_warps=tile.warps, num_stages=tile.stages)
-    assert max(tile.residents, 1) * (taken + RESERVED) <= SHARED
+    made = compiled(linear._linear_kernel, types, constants | does, num_warps=tile.warps, num_stages=tile.stages)
+    assert max(tile.residents, 1) * (made.metadata.shared + RESERVED) <= SHARED
+    assert "cvt.rn.bf16x2.f32" in made.asm["ptx"]
+    assert "cvt.rn.bf16.f32" not in made.asm["ptx"], "rounds one number at a time, which is slow"
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)

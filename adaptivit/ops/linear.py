@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import blank, live, multiprocessors, precision, tl, triton
+from .kernels import blank, live, multiprocessors, packs, precision, tl, triton
 
 
 def reference(
@@ -102,6 +102,21 @@ if triton is not None:
         return tl.maximum(x, 0.0) - tl.abs(x) * tl.exp2(p)
 
     @triton.jit
+    def _rounded(x, TYPE: tl.constexpr, PACKED: tl.constexpr):
+        """x as it is when it has been stored, in float32 still. PACKED: to bfloat16 and back two at a time, 1.5
+        instructions each; what the compiler makes of two conversions is a slow one, one at a time."""
+        if PACKED:
+            return tl.inline_asm_elementwise(
+                "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
+                "=r,=r,r,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+        return x.to(TYPE).to(tl.float32)
+
+    @triton.jit
     def _join(mean, squares, n, other_mean, other_squares, k):
         """The moments of n numbers and of k others -> those of all (Chan et al.)."""
         apart = other_mean - mean
@@ -109,9 +124,8 @@ if triton is not None:
         return mean + apart * share, squares + other_squares + apart * apart * (n * share)
 
     @triton.jit
-    def _measure(value, n, N: tl.constexpr, TN: tl.constexpr):
+    def _measure(x, n, N: tl.constexpr, TN: tl.constexpr):
         """Mean and squares of the columns of a part that are inside, and how many there are."""
-        x = value.to(tl.float32)
         count = tl.minimum(tl.maximum(N - n, 0), TN).to(tl.float32)
         if N % TN == 0:
             mean = tl.sum(x, 1) / TN
@@ -160,9 +174,11 @@ if triton is not None:
         RESIDUAL: tl.constexpr,
         NORMED: tl.constexpr,
         PROBED: tl.constexpr,
+        MEASURED: tl.constexpr,
         EXACT: tl.constexpr,
+        PACKED: tl.constexpr,
     ):
-        """What follows the product, and the store, for one part of a tile; gives what was stored."""
+        """What follows the product, and the store, for one part of a tile; gives what was stored, in float32."""
         column = n + tl.arange(0, TN)
         if NORMED:
             sums = tl.load(sums_pointer + column, mask=column < N, other=0.0)
@@ -180,9 +196,10 @@ if triton is not None:
             total *= tl.load(scale_pointer + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
         if RESIDUAL:
             total += residual_tile.load([m, n]).to(tl.float32)
-        value = total.to(out_tile.dtype)
-        out_tile.store([m, n], value)
-        return value
+        if MEASURED:
+            total = _rounded(total, out_tile.dtype, PACKED)
+        out_tile.store([m, n], total.to(out_tile.dtype))
+        return total
 
     @triton.jit
     def _linear_kernel(
@@ -215,6 +232,7 @@ if triton is not None:
         NORMED: tl.constexpr,
         PROBED: tl.constexpr,
         EXACT: tl.constexpr,
+        PACKED: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
         rows = room
@@ -238,7 +256,7 @@ if triton is not None:
                 value = _write(
                     *(total, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
                     *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, TN, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, EXACT),
+                    *(N, TN, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, MEASURED, EXACT, PACKED),
                 )
                 if MEASURED:
                     centre, squares, _ = _measure(value, n, N, TN)
@@ -248,14 +266,14 @@ if triton is not None:
                 value = _write(
                     *(left, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
                     *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, EXACT),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, MEASURED, EXACT, PACKED),
                 )
                 if MEASURED:
                     first = _measure(value, n, N, half)
                 value = _write(
                     *(right, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + half),
                     *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, EXACT),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, MEASURED, EXACT, PACKED),
                 )
                 if MEASURED:
                     second = _measure(value, n + half, N, half)
@@ -344,6 +362,7 @@ def run(
         NORMED=norm is not None,
         PROBED=norm is not None and norm.probe >= 0,
         EXACT=x.dtype == torch.float32,
+        PACKED=packs(x),
         PRECISION=precision(x.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
