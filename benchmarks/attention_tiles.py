@@ -20,6 +20,7 @@ from adaptivit import environment
 from adaptivit.ops import ragged
 
 TILES = [
+    *((m, n, warps, 1) for m in (16, 32) for n in (64, 128) for warps in (4, 8)),  # for one image: more programs
     *((64, 32, 4, s) for s in (2, 3)),
     *((64, 64, 4, s) for s in (1, 2, 3)),
     *((64, 128, 4, s) for s in (1, 2)),
