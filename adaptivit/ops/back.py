@@ -79,7 +79,7 @@ if triton is not None:
             value = tl.where(took_part, new, old)
             tl.store(out_pointer + at, value, mask=there[:, None] & inside)
             if MEASURED:
-                mean, squares, _ = _measure(value, tile * 0, D, WIDE)  # from column 0 on, as a tensor
+                mean, squares, _ = _measure(value.to(tl.float32), tile * 0, D, WIDE)  # from column 0 on, as a tensor
                 tl.store(moments_pointer + row, mean, mask=there)
                 tl.store(moments_pointer + room + row, squares, mask=there)
 

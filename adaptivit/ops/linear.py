@@ -125,7 +125,7 @@ if triton is not None:
 
     @triton.jit
     def _measure(x, n, N: tl.constexpr, TN: tl.constexpr):
-        """Mean and squares of the columns of a part that are inside, and how many there are."""
+        """Mean and squares of the columns of a part that are inside, and how many there are. x in float32."""
         count = tl.minimum(tl.maximum(N - n, 0), TN).to(tl.float32)
         if N % TN == 0:
             mean = tl.sum(x, 1) / TN

@@ -118,7 +118,7 @@ if triton is not None:
             value = out.to(out_pointer.dtype.element_ty)
             tl.store(out_pointer + to, value, mask=mask)
             if MEASURED:
-                mean, squares, _ = _measure(value, tl.program_id(1) * TC, D, TC)
+                mean, squares, _ = _measure(value.to(tl.float32), tl.program_id(1) * TC, D, TC)
                 at = moments_pointer + 2 * tl.program_id(1) * room + row
                 tl.store(at, mean, mask=there)
                 tl.store(at + room, squares, mask=there)
