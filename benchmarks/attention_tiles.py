@@ -1,7 +1,7 @@
 """Which tiles of the ragged attention are fastest: python3 benchmarks/attention_tiles.py --batch-sizes 32 256 --out OUT
 
 The table behind tile_for in adaptivit/ops/ragged.py: images of 197 tokens (and as many as --tokens says), of which each
-stays with a chance of --live. Tiles take turns; the error is that against float32, over the tile that is used now.
+stays with a chance of --live. Tiles take turns; those that are off by more than 2 % of float32's are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 from adaptivit import environment
 from adaptivit.ops import ragged
 
-TILES = [
+SIZES = [
     *((m, n, warps, 1) for m in (16, 32) for n in (64, 128) for warps in (4, 8)),  # for one image: more programs
     *((64, 32, 4, s) for s in (2, 3)),
     *((64, 64, 4, s) for s in (1, 2, 3)),
@@ -27,6 +27,8 @@ TILES = [
     *((128, 64, 8, s) for s in (2, 3)),
     *((128, 128, 8, s) for s in (1, 2)),
 ]
+TILES = [(*size, few) for size in SIZES for few in ((0, 16) if size[0] > 16 else (0,))]
+PASSES = 50
 
 
 def microseconds(graph: torch.cuda.CUDAGraph) -> float:
@@ -36,9 +38,6 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     torch.cuda.synchronize()
     return 1e3 * start.elapsed_time(end) / PASSES
-
-
-PASSES = 20
 
 
 def main() -> None:
@@ -73,13 +72,14 @@ def main() -> None:
                     try:
                         out = ragged.run(q, k, v, offsets, given.tokens, weight, tile)
                         error = float((out[:count].float() - want[:count]).norm() / want[:count].norm())
+                        assert error < 2e-2, f"off by {error:.2g}"
                         torch.cuda.synchronize()
                         graph = torch.cuda.CUDAGraph()
                         with torch.cuda.graph(graph):
                             for _ in range(PASSES):
                                 ragged.run(q, k, v, offsets, given.tokens, weight, tile)
                     except Exception as failure:  # a tile that does not fit
-                        print(f"{tile}: {type(failure).__name__}", file=sys.stderr)
+                        print(f"{tile}: {type(failure).__name__}: {str(failure)[:200]}", file=sys.stderr)
                         continue
                     graphs[tile] = (graph, error)
                 times: dict[tuple[int, ...], list[float]] = {tile: [] for tile in graphs}
@@ -96,7 +96,7 @@ def main() -> None:
                     | {"us": f"{took:.5g}", "error": f"{graphs[tile][1]:.2g}", "turns": given.turns, **facts}
                     for took, tile in found
                 ]
-    if given.out is not None:
+    if given.out is not None and rows:
         given.out.mkdir(parents=True, exist_ok=True)
         with (given.out / "attention_tiles.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))

@@ -28,7 +28,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     target = GPUTarget("cuda", 90, 32)
-    return kernels.triton.compile(ASTSource(kernel, signature, places), target=target, options=options or None)
+    aligned = [name for name in types if name.endswith(("_pointer", "_stride"))]  # as they are in a pass
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, places, attributes)
+    return kernels.triton.compile(source, target=target, options=options or None)
 
 
 def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
@@ -112,13 +115,16 @@ def test_who_is_most_alike(what: int) -> None:
 @pytest.mark.parametrize("longest", [197, 577])
 def test_attention(longest: int, weighted: int) -> None:
     """Of four programs a multiprocessor at 197 tokens, two at 577."""
-    tm, tn, warps, stages = ragged.tile_for(longest, 64, torch.bfloat16)
+    tm, tn, warps, stages, _ = ragged.tile_for(longest, 64, torch.bfloat16)
     rows = dict.fromkeys(("q_pointer", "k_pointer", "v_pointer", "out_pointer"), "*bf16")
     types = rows | {"weight_pointer": ("*bf16", "*u8", "*fp32")[weighted], "offsets_pointer": "*i32"}
     types |= {"row_stride": "i32", "head_stride": "i32", "scale": "fp32"}
     constants = {"HEADS": 6, "d": 64, "WIDE": 64, "TM": tm, "TN": tn, "WEIGHTED": weighted, "PRECISION": "tf32"}
-    taken = shared_memory(ragged._attend_kernel, types, constants, num_warps=warps, num_stages=stages)
-    assert (4 if longest == 197 else 2) * (taken + RESERVED) <= SHARED
+    for few in (0, 16):
+        given = constants | {"FEW": few}
+        made = compiled(ragged._attend_kernel, types, given, num_warps=warps, num_stages=stages)
+        assert (4 if longest == 197 else 2) * (made.metadata.shared + RESERVED) <= SHARED
+        assert "cp.async.cg.shared.global" in made.asm["ptx"], "loads are not under way while others are used"
 
 
 def test_the_best() -> None:

@@ -304,9 +304,11 @@ def test_attend_with_the_tile_of_long_images(weights: str) -> None:
 
 @here
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("tile", [(32, 16, 4, 2), (32, 64, 4, 1), (16, 32, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [(32, 16, 4, 2, 16), (32, 64, 4, 1, 16), (16, 32, 4, 2, 0), (32, 32, 4, 2, 0)], ids=str
+)
 def test_attend_with_few_queries_in_the_last_tile(tile: tuple[int, ...], weights: str) -> None:
-    """None, one, and on either side of 16 and of a whole tile, which take the smaller one; far from zero, too."""
+    """None, one, and on either side of 16 and of a whole tile; far from zero, too."""
     lengths = [32, 0, 1, 15, 16, 17, 31, 33, 48, 49]
     q, k, v, offsets, weight = packed(lengths, 2, 16, weights, torch.float32)
     live = sum(lengths)
@@ -315,6 +317,8 @@ def test_attend_with_few_queries_in_the_last_tile(tile: tuple[int, ...], weights
         found = ragged.run(*given, offsets, 49, kernels.log2_weight(weight), tile)
         expected = ragged.reference(*double(times * q, k, v), offsets, weight)
         assert_near(found[:live], expected[:live], 1e-5 * max(1.0, abs(times) / 4))
+    far = ragged.run(*kernels.alike(q, k + 1e4, v), offsets, 49, kernels.log2_weight(weight), tile)
+    assert far[:live].isfinite().all()
 
 
 @on_gpu

@@ -31,7 +31,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor |
 
 
 if triton is not None:
-    FEW = tl.constexpr(16)  # queries that are a tile of their own: the least that tensor cores take
 
     @triton.jit
     def _attend_rows(
@@ -74,17 +73,18 @@ if triton is not None:
                 s = tl.where((there != 0)[None, :], s, float("-inf"))
             elif other + TN > length:
                 s = tl.where((j < length)[None, :], s, float("-inf"))
-            highest = tl.maximum(top, tl.max(s, 1))
+            highest = tl.max(s, 1)
+            if WEIGHTED != 2:  # scale is positive; multiplied with the rest in the one instruction that subtracts
+                highest *= scale
+            highest = tl.maximum(top, highest)
+            finite = highest
             if WEIGHTED:  # all keys so far may be absent
                 finite = tl.where(highest == float("-inf"), 0.0, highest)
-            else:
-                finite = highest
             if WEIGHTED == 2:
                 p = tl.exp2(s - finite[:, None])
-                shrink = tl.exp2(top - finite)
-            else:  # scale is positive; multiplied and subtracted in one instruction
-                p = tl.exp2(s * scale - (finite * scale)[:, None])
-                shrink = tl.exp2((top - finite) * scale)
+            else:
+                p = tl.exp2(s * scale - finite[:, None])
+            shrink = tl.exp2(top - finite)
             total = total * shrink + tl.sum(p, 1)
             out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
             top = highest
@@ -108,6 +108,7 @@ if triton is not None:
         WIDE: tl.constexpr,
         TM: tl.constexpr,
         TN: tl.constexpr,
+        FEW: tl.constexpr,  # so many queries, or fewer, are a tile of their own; 0: never
         WEIGHTED: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
@@ -120,10 +121,10 @@ if triton is not None:
             at = start.to(tl.int64) * row_stride + head * head_stride
             to = out_pointer + start.to(tl.int64) * (HEADS * d) + head * d
             q, k, v, weight = q_pointer + at, k_pointer + at, v_pointer + at, weight_pointer + start
-            if length - first <= FEW:  # the last tile of 197 tokens holds 5
+            if (FEW > 0) & (length - first <= FEW):  # the last tile of 197 tokens holds 5
                 _attend_rows(
                     *(q, k, v, weight, to, first, length, row_stride, HEADS * d, scale),
-                    *(d, WIDE, FEW, TN, WEIGHTED, PRECISION),
+                    *(d, WIDE, FEW if FEW else TM, TN, WEIGHTED, PRECISION),
                 )
             else:
                 _attend_rows(
@@ -141,10 +142,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weig
 def run(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None, tile: tuple[int, ...]
 ) -> Tensor:
-    """The kernel with a tile of one's own: queries, keys, warps, stages."""
+    """The kernel with a tile of one's own."""
     room, heads, width = q.shape
     out = torch.empty(room, heads, width, dtype=v.dtype, device=v.device)
-    tm, tn, warps, stages = tile
+    tm, tn, warps, stages, few = tile
     grid = (triton.cdiv(longest, tm), (len(offsets) - 1) * heads)
     _attend_kernel[grid](
         q,
@@ -161,6 +162,7 @@ def run(
         WIDE=power_of_two(width),
         TM=tm,
         TN=tn,
+        FEW=few,
         WEIGHTED=weight_kind(weight),
         PRECISION=precision(q.dtype),
         num_warps=warps,
@@ -174,11 +176,12 @@ def _(q, k, v, offsets, longest, weight):
     return v.new_empty(v.shape)
 
 
-def tile_for(longest: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Queries, keys, warps, stages; measured on an H200 (benchmarks/LOG.md)."""
+def tile_for(longest: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Queries, keys, warps, stages, and how few queries are a tile of their own (16 is the least that tensor cores
+    take); measured on an H200 (benchmarks/LOG.md), but for the last, which has not been tried."""
     if dtype == torch.float32 or width > 64:
-        return (64, 32, 4, 2)
-    return (64, 32, 4, 3) if longest <= 256 else (128, 64, 8, 3)
+        return (64, 32, 4, 2, 0)
+    return (64, 32, 4, 3, 0) if longest <= 256 else (128, 64, 8, 3, 0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
