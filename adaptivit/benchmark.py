@@ -136,8 +136,11 @@ def _prepare(entry: Entry, at: Setting) -> tuple[Checked | None, str]:
         return None, reasons[0]
     if len(good) > 1:
         times = interleaved({str(i): c.contender.call for i, c in enumerate(good)}, at.images, 7, warm_up=2, inner=None)
-        fastest = min(times, key=lambda name: statistics.median(times[name].seconds))
-        good = [good[int(fastest)]]
+        took = {int(name): 1e3 * statistics.median(timing.seconds) for name, timing in times.items()}
+        order = sorted(took, key=lambda i: took[i])
+        tried = "; ".join(f"{good[i].contender.static_mode} {took[i]:.4g} ms" for i in order)
+        good = [good[order[0]]]
+        good[0].figures["plan"] = f"tried: {tried}"
     return good[0], f"a candidate failed: {reasons[0]}" if reasons else ""
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,3 +360,25 @@ def test_help_without_torch() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for word in ("--policies", "--profile", "--static-modes", "gate_scale"):
         assert word in said
+
+
+def test_the_fastest_way_to_run_static_is_taken_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three modes, one of which fails."""
+
+    def checked(mode: str, at: Any) -> benchmark.Checked:
+        if mode == "broken":
+            raise UserError("does not compile")
+        return benchmark.Checked(SimpleNamespace(static_mode=mode, call=mode), {"plan": ""})  # type: ignore[arg-type]
+
+    def turns(calls: dict[str, str], *_: Any, **__: Any) -> dict[str, Any]:
+        seconds = {"slow": [0.003, 0.003, 0.001], "fast": [0.002, 0.009, 0.0015]}
+        return {name: SimpleNamespace(seconds=seconds[call]) for name, call in calls.items()}
+
+    monkeypatch.setattr(benchmark, "_checked", checked)
+    monkeypatch.setattr(benchmark, "interleaved", turns)
+    entry, at = SimpleNamespace(makes=["slow", "broken", "fast"]), SimpleNamespace(images=None)
+    found, reason = benchmark._prepare(entry, at)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.contender.static_mode == "fast"
+    assert found.figures["plan"] == "tried: fast 2 ms; slow 3 ms"
+    assert reason == "a candidate failed: does not compile"
