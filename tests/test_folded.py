@@ -154,39 +154,6 @@ def test_a_plan_that_moves_less_folds_more(calls: dict[str, int]) -> None:
 
 
 @here
-@pytest.mark.parametrize("ratio", [2.0, 4.0])
-@pytest.mark.parametrize("few", [-1, 25, 1000])
-def test_qkv_and_hidden_layer_take_blocks_of_one_size(few: int, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the allocator gives the one what the other has left, by whichever kernel; 34 rows, 2 at the end."""
-    sizes: dict[str, set[tuple[int, float]]] = {}
-
-    def noting(name: str) -> Any:
-        kernel = getattr(fused, name)
-
-        def noted(*args: Any) -> Any:
-            made = kernel(*args)
-            out = made if isinstance(made, Tensor) else made[0]
-            if out.shape[1] > CONFIG["embed_dim"]:
-                sizes.setdefault(name, set()).add((out.shape[1], out.untyped_storage().nbytes() / len(out)))
-            return made
-
-        return noted
-
-    for name in ("linear", "normed", "norm_linear"):
-        monkeypatch.setattr(fused, name, noting(name))
-    monkeypatch.setattr(fused, "FEW_ROWS", few)
-    model, plan = make("aht", {"mlp_ratio": ratio}), Plan(frozenset({1}), (34, 34, 20, 20))
-    run(model, images_of(), "packed", settled(model, plan=plan), plan)
-    widths = {96, int(32 * ratio)}
-    kernels_run = (
-        {"linear", "normed"} if few < 20 else {"linear", "normed", "norm_linear"} if few < 34 else {"norm_linear"}
-    )
-    assert sizes.keys() == kernels_run
-    assert {width for found in sizes.values() for width, _ in found} == widths
-    assert {size for found in sizes.values() for _, size in found} == {max(widths) * 4}
-
-
-@here
 def test_few_rows_are_not_measured(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """34 rows, of which 20 are expected from the third block on."""
     rows, moments = torch.zeros(3, 16), Moments(torch.zeros(1, 2, 3), 16)

@@ -487,27 +487,6 @@ def test_a_captured_answer_of_a_part_of_its_batch(case: str, images: int, same: 
     assert torch.equal(found.macs, output.macs[:images])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("mib", "held"), [(0.5, 0.5), (1, 1), (1.5, 10), (9.1875, 10), (10, 10), (11, 11)])
-def test_room_for_images_is_no_more_than_the_allocator_needs(mib: float, held: float, dtype: torch.dtype) -> None:
-    like, shape = (
-        torch.zeros(1, dtype=dtype),
-        (2, 3, int(mib * 2**20) // 6 // torch.zeros(1, dtype=dtype).element_size()),
-    )
-    found = capture._room(shape, like)
-    assert (found.shape, found.dtype) == (shape, dtype)
-    assert found.is_contiguous()
-    assert not found.any()
-    assert abs(found.untyped_storage().nbytes() / 2**20 - held) < 1e-4
-
-
-@pytest.mark.parametrize(("size", "blocks"), [(5 * 2**20, 4), (5 * 2**20 - 1, 0)])
-def test_blocks_are_set_apart_where_the_allocator_would_cut_larger_ones(size: int, blocks: int) -> None:
-    found = capture._set_rows_apart(size, torch.zeros(1, dtype=torch.bfloat16))
-    assert [t.numel() for t in found] == [size] * blocks + [2**20] * (blocks > 0)
-    assert all(t.dtype == torch.bfloat16 for t in found)
-
-
 def test_capture_needs_a_gpu() -> None:
     with pytest.raises(UserError, match="needs the model on a GPU"):
         make().cpu().capture(batch=2)

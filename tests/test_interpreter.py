@@ -17,6 +17,7 @@ FILES = (
     "test_fused.py",
     "test_kernels.py",
     "test_meet_kernels.py",
+    "test_memory.py",
     "test_merge_kernels.py",
     "test_similar_kernels.py",
     "test_weighted_kernels.py",
