@@ -20,6 +20,7 @@ from .draws import draw
 from .errors import UnsupportedBackbone
 from .layouts import Layout
 from .layouts.similarity import mean_key
+from .ops.gate import Gate
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Taps:
     wanted: frozenset[str] = frozenset()
     index: int = 0  # the element of fc1 that is read
     gradient: bool = False  # whether attention that is looked at carries one
+    gate: Gate | None = None  # a decision that fc1 may make on the way; who does gives it as "decided"
     found: dict[str, Any] | None = None
 
     def give(self, name: str, value: Any) -> None:

@@ -52,6 +52,7 @@ class Drop:
     zeroed: bool = False  # what a dense head sees of a token that left: zeros (A-ViT) instead of its last value
     share: Tensor | None = None
     count: int | None = None
+    stays: Tensor | None = None  # [B, N] bool: live and not leaving, where the policy knows it already; not recorded
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Merge:
 
 
 Decision = Keep | Drop | Skip | Merge
-_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (Keep, Drop, Skip, Merge)}  # torch.compile reads this
+_FIELDS = {  # torch.compile reads this
+    kind: tuple(f.name for f in fields(kind) if f.name != "stays") for kind in (Keep, Drop, Skip, Merge)
+}
 
 
 @dataclass(frozen=True)

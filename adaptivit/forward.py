@@ -58,6 +58,7 @@ def forward(
         layout.layer = layer
         view = View(run, layer, vit, shape, {}, frozenset(ask))
         taps = Taps(policy.evidence(layer, view.asked), policy.evidence_index, policy.evidence_gradient)
+        taps.gate = policy.inside(view, state)
 
         run.answer(layer, "before", policy.before(view, state))
         run.attended.append(layout.here)
@@ -212,6 +213,11 @@ class View:
     def shift(self) -> Tensor | None:
         """[B, 1] what a budget adds to the logit of leaving, for policies whose dial is "shift"; None without one."""
         return self._run.shift
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a max_macs, so that some may have to leave that would not by themselves."""
+        return self._run.cap is not None
 
     def surplus(self, stay: Tensor, standing: Tensor) -> Tensor | None:
         """[B, U] bool: who of those that would `stay` [B, U] must leave as well, so that max_macs holds; None without

@@ -28,7 +28,7 @@ from .ops.kernels import usable
 from .ops.linear import linear
 from .ops.norm import norm
 from .ops.norm_folded import measured, normed, piece
-from .ops.norm_linear import norm_linear, split
+from .ops.norm_linear import norm_linear, norm_linear_gated, split
 from .ops.patches import patches
 
 FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
@@ -132,7 +132,14 @@ def mlp(
     ffn, stream = block.mlp, layout.stream()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     probe = taps.index if wanted else -1
-    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
+    seen: Tensor | None
+    if taps.gate is not None and wanted and _few(stream):
+        given: Any = (block.norm2.weight, block.norm2.bias, block.norm2.eps, ffn.fc1.weight, ffn.fc1.bias)
+        rest: Any = (stream.index, stream.count, probe, True, _space(block), taps.gate, layout.where)
+        hidden, kept, seen, decided = norm_linear_gated(stream.rows, *given, *rest)
+        taps.give("decided", decided)
+    else:
+        hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream
@@ -142,6 +149,11 @@ def mlp(
         if "gelu" in taps.wanted:
             taps.give("gelu", layout.grid(F.gelu(seen)))
     layout.put(*_added(hidden, ffn.fc2, kept, block.ls2, count, expected, measures))
+
+
+def _few(stream: Stream) -> bool:
+    """Whether a norm and the product behind it are one kernel."""
+    return stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None
 
 
 def _space(block: Any) -> int:
@@ -166,7 +178,7 @@ def _normed(
         out, seen = normed(stream.rows, *known, *rest)
         return out, stream.rows, seen
     gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
-    if stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None:
+    if _few(stream):
         rest = (stream.index, stream.count, probe, gelu, space)
         return norm_linear(stream.rows, gain, offset, eps, product.weight, product.bias, *rest)
     row = None if probe < 0 else product.weight[probe]

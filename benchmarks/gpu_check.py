@@ -23,6 +23,7 @@ from adaptivit.ops import (
     back,
     compact,
     evidence,
+    gate,
     linear,
     meet,
     merge,
@@ -70,6 +71,32 @@ def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
             assert out is not None
             assert want is not None
             close(f"norm_linear {part}, {name}", out[:live], want[:live], BOUND[dtype])
+
+
+def check_gate(dtype: torch.dtype, images: int, moves: bool) -> None:
+    """A supervisor's decision inside fc1; the seen element itself is compared in check_rows."""
+    slots, width = 197, 384
+    own = torch.arange(images * slots, device="cuda", dtype=torch.int32)
+    stay = torch.rand(images, slots, device="cuda") < (0.6 if moves else 1.0)
+    place, cells, offsets, index = compact.order(stay, own)
+    w, b = noise(4 * width, width, dtype=dtype) * width**-0.5, noise(4 * width, dtype=dtype)
+    x, gain, offset = noise(images * slots, width, dtype=dtype), noise(width, dtype=dtype), noise(width, dtype=dtype)
+    gamma, beta = (torch.full((12,), value, device="cuda", dtype=dtype)[3] for value in (1.5, -0.5))
+    spent, shift = torch.rand(images, slots, device="cuda"), torch.randn(images, 1, device="cuda")
+    knows = gate.Gate(gamma, beta, shift, 0.99, 1, spent, stay & (torch.rand_like(spent) < 0.9))
+    count, where = (offsets[-1:], (cells, place)) if moves else (None, (None, None))
+    given = (x, gain, offset, 1e-6, w, b, index if moves else None, count, 5, True, 0)
+    out, kept, seen, found = norm_linear.norm_linear_gated(*given, knows, where)
+    plain = norm_linear.norm_linear(*given)
+    live, name = int(offsets[-1]), f"{str(dtype)[6:]}, {images} images{', moved' * moves}"
+    assert plain[2] is not None
+    same(f"gate leaves the product alone, {name}", (out[:live], kept[:live]), (plain[0][:live], plain[1][:live]))
+    seen[live:] = 0.0
+    want = gate.reference(seen, knows, where[1])
+    close(f"gate score, {name}", found.score, want.score, 1e-6)
+    close(f"gate spent, {name}", found.spent, want.spent, 1e-6)
+    edge = (want.spent - knows.level).abs() < 1e-5
+    same(f"gate going, {name}", (found.going | edge,), (want.going | edge,))
 
 
 def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
@@ -277,6 +304,8 @@ def check_kernels() -> None:
             attempt("rows", lambda d=dtype, w=width, n=live, r=room: check_rows(d, w, n, r))  # type: ignore[misc]
         for width in (32, 64, 80):
             attempt("attention", lambda d=dtype, w=width: check_attention(d, w, [1, 0, 197, 64, 33]))  # type: ignore[misc]
+        for images, moves in ((1, False), (1, True), (5, True)):
+            attempt("gate", lambda d=dtype, i=images, m=moves: check_gate(d, i, m))  # type: ignore[misc]
         attempt("long", lambda d=dtype: check_attention(d, 64, [1025, 1, 577]))  # type: ignore[misc]
         for width, tokens in ((64, 197), (32, 1), (80, 65), (64, 1025)):
             for kind in (False, True):

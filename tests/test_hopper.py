@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.ops import back, kernels, linear, meet, merge, ragged, select, similar
+from adaptivit.ops import back, kernels, linear, meet, merge, norm_linear, ragged, select, similar
 
 pytestmark = pytest.mark.skipif(
     kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
@@ -65,6 +65,23 @@ def test_products(name: str, rows: int) -> None:
     assert max(tile.residents, 1) * (made.metadata.shared + RESERVED) <= SHARED
     assert "cvt.rn.bf16x2.f32" in made.asm["ptx"]
     assert "cvt.rn.bf16.f32" not in made.asm["ptx"], "rounds one number at a time, which is slow"
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+def test_a_product_that_decides(dtype: torch.dtype) -> None:
+    """DeiT-S's fc1 with few rows, moved."""
+    tile, (left, right) = norm_linear.tile_for(dtype), norm_linear.split(384) or (0, 0)
+    given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "gamma", "beta")
+    types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | {"going_out": "*u8", "going_pointer": "*u8"}
+    types |= {f"{name}_pointer": "*i32" for name in ("index", "rows", "cells", "place")}
+    types |= dict.fromkeys(("seen_pointer", "spent_pointer", "shift_pointer", "score_out", "spent_out"), "*fp32")
+    types |= dict.fromkeys(("room", "probe", "slots", "prefix"), "i32") | {"eps": "fp32", "level": "fp32"}
+    flags = ("MOVES", "COUNTED", "PROBED", "BIAS", "GELU", "GATED", "MOVED", "SHIFTED")
+    constants: dict[str, Any] = {"N": 1536, "LEFT": left, "RIGHT": right, **dict.fromkeys(flags, True)}
+    constants |= {"TM": tile.m, "TN": tile.n, "SPAN": tile.span, "EXACT": dtype == torch.float32}
+    constants["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    assert shared_memory(norm_linear._norm_linear_kernel, types, constants, **options) + RESERVED <= SHARED
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)

@@ -58,6 +58,11 @@ class PackedOnDevice(Layout):
         return Stream(self._held, self._index, count, expected, self._moments)
 
     @property
+    def where(self) -> tuple[Tensor | None, Tensor | None]:
+        """cells and place, where rows have been moved."""
+        return (self.cells, self.place) if self._moved else (None, None)
+
+    @property
     def longest(self) -> int:
         """At least as many rows as any image has."""
         return self.slots
@@ -73,7 +78,7 @@ class PackedOnDevice(Layout):
         self._thin = False
 
     def drop(self, decision: Drop) -> None:
-        stay = self.live > decision.leaving  # live and not leaving, in one kernel
+        stay = self.live > decision.leaving if decision.stays is None else decision.stays  # in one kernel, or none
         self._park(decision.leaving if decision.zeroed else None)
         self.live = self.here = stay
         if self.plan.moves_after(self.layer):

@@ -31,6 +31,7 @@ from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep, Trace
 from ..draws import draw
 from ..errors import UserError
+from ..ops.gate import Gate
 from ..policy_settings import AHTSettings
 from .base import Policy
 from .halting import Halting
@@ -155,6 +156,23 @@ class AHT(Policy):
         halting = Halting(halts, settings.threshold, settings.eps, settings.tau)
         return State(halting, torch.ones(halts.shape, device=device), shift)
 
+    def inside(self, view: View, state: State) -> Gate | None:
+        """The paper's supervisor: it reads fc1 and nothing else, and the token leaves by being dropped."""
+        settings, halting = self.settings, state.halting
+        paper = (settings.feature, settings.decide, settings.leave) == ("fc1", "after", "drop")
+        more = settings.relative > 0 or settings.plan_weight > 0 or view.limited
+        if not paper or more or view.last or not self.decides(view.layer) or torch.is_grad_enabled():
+            return None
+        prefix = self.shape.prefix if settings.class_token == "stays" else 0
+        gamma, beta = self._gate_of(view.layer)
+        level = settings.threshold - settings.eps
+        return Gate(gamma, beta, state.shift, level, prefix, halting.cumulative, halting.going)
+
+    def _gate_of(self, block: int) -> tuple[Tensor, Tensor]:
+        """gamma and beta, of all blocks or of this one."""
+        gamma, beta = (p if p.ndim == 0 else p[block] for p in (self.gamma, self.beta))
+        return gamma, beta
+
     def between(self, view: View, state: State) -> Decision | None:
         return self._decide(view, state) if self.settings.decide == "between" and not view.last else None
 
@@ -174,15 +192,22 @@ class AHT(Policy):
     def _decide(self, view: View, state: State) -> Decision:
         settings, layer, halting = self.settings, view.layer + 1, state.halting
         spared = not self.decides(view.layer)
-        surplus = None if spared else view.surplus
-        score, margin = self._score(view, state)
-        full, mass = halting.step(score, layer, view.last, surplus=surplus, margin=margin)
+        decided = view.found.get("decided")
+        if decided is None:
+            surplus = None if spared else view.surplus
+            score, margin = self._score(view, state)
+            full, mass = halting.step(score, layer, view.last, surplus=surplus, margin=margin)
+        else:
+            if "features" in view.asked:
+                state.features.append(self._feature(view))
+            full, mass = halting.take(decided, layer)
         share = mass if settings.class_token == "mean_field" else None
         if spared:
             return Keep(share=share)
         weight = halting.presence[-1] if settings.straight_through else None
         if settings.leave == "drop":
-            return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share)
+            stays = None if decided is None else decided.going
+            return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share, stays=stays)
         say = None
         if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to say in a mean
             say = state.size * view.found["class_row"].clamp_min(1e-9) ** 0.5
@@ -197,7 +222,7 @@ class AHT(Policy):
         settings, number, spent = self.settings, view.layer, state.halting.cumulative
         if not self.decides(number):
             return torch.zeros_like(spent), None
-        gamma, beta = (p if p.ndim == 0 else p[number] for p in (self.gamma.float(), self.beta.float()))
+        gamma, beta = (value.float() for value in self._gate_of(number))
         feature = self._feature(view)
         if settings.relative > 0:
             feature = feature - settings.relative * _mean_of(feature, view.patches)

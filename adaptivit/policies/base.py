@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..backbone import Shape
 from ..cost import CostModel
 from ..decision import Decision
+from ..ops.gate import Gate
 
 if TYPE_CHECKING:
     from ..forward import View
@@ -58,6 +59,11 @@ class Policy(nn.Module):
 
     def start(self, view: View) -> Any:
         """A fresh state for one forward pass."""
+        return None
+
+    def inside(self, view: View, state: Any) -> Gate | None:
+        """Asked before a block: what fc1 has to know to decide on its way who halts, where it can (fused.py). after()
+        then finds the answer in view.found["decided"], a Decided. None: after() decides itself."""
         return None
 
     def before(self, view: View, state: Any) -> Decision | None:

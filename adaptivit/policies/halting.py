@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..ops.gate import Decided
+
 
 @dataclass
 class Halting:
@@ -67,14 +69,25 @@ class Halting:
         forced = None if surplus is None or last else surplus(self.going & ~full, self.cumulative.detach())
         full = full if forced is None else full | forced
         full = full | self.going if last else full
-        self.remainder = torch.where(full, 1.0 - spent, self.remainder)
-        mass = torch.where(full, 1.0 - spent, score / self.threshold)
-        self.halt = torch.where(full, layer, self.halt)
+        mass = self._halted(full, spent, score, layer)
         self.going = self.going & ~full
-        self.scores.append(score)
         if not last:
             self.presence.append(self.straight_through())
         return full, mass
+
+    def take(self, decided: Decided, layer: int) -> tuple[Tensor, Tensor]:
+        """The same where a kernel has added the score and seen who is full (ops/gate.py). For inference."""
+        full, spent = self.going > decided.going, self.cumulative / self.threshold
+        self.cumulative, self.going = decided.spent, decided.going
+        self.presence.append(self.going.float())
+        return full, self._halted(full, spent, decided.score, layer)
+
+    def _halted(self, full: Tensor, spent: Tensor, score: Tensor, layer: int) -> Tensor:
+        """Write down what halting here means for whoever is full; the mass p_l."""
+        self.remainder = torch.where(full, 1.0 - spent, self.remainder)
+        self.halt = torch.where(full, layer, self.halt)
+        self.scores.append(score)
+        return torch.where(full, 1.0 - spent, score / self.threshold)
 
     def straight_through(self) -> Tensor:
         """[B, N] weight from now on: 0/1 in the forward pass, the slope of a soft step in the backward: in c, or in the
