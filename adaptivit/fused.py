@@ -138,6 +138,7 @@ def mlp(
         rest: Any = (stream.index, stream.count, probe, True, _space(block), taps.gate, layout.where)
         hidden, kept, seen, decided = norm_linear_gated(stream.rows, *given, *rest)
         taps.give("decided", decided)
+        layout.know(decided.going, decided.rows)
     else:
         hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
     count, expected = stream.count, stream.expected

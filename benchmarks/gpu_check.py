@@ -92,10 +92,12 @@ def check_gate(dtype: torch.dtype, images: int, moves: bool) -> None:
     assert plain[2] is not None
     same(f"gate leaves the product alone, {name}", (out[:live], kept[:live]), (plain[0][:live], plain[1][:live]))
     seen[live:] = 0.0
-    want = gate.reference(seen, knows, where[1])
+    want = gate.reference(seen, knows, *where)
     close(f"gate score, {name}", found.score, want.score, 1e-6)
     close(f"gate spent, {name}", found.spent, want.spent, 1e-6)
     edge = (want.spent - knows.level).abs() < 1e-5
+    if moves:
+        same(f"gate, of rows, {name}", (found.rows[:live],), (found.going.flatten()[cells[:live].long()],))
     same(f"gate going, {name}", (found.going | edge,), (want.going | edge,))
 
 
@@ -249,15 +251,15 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
     there, _, ends, _ = compact.reference(took_part, place)
     moved = rows_of(int(ends[-1]), noise(batch * slots, width, dtype=dtype))
     _, whose, limits, _ = compact.reference(live, cells)
-    for gate in (None, scale):
-        wide = None if gate is None else gate.double()
-        out = back.back(rows[: batch * slots], whose, moved, there, gate, limits[-1:])
+    for share in (None, scale):
+        wide = None if share is None else share.double()
+        out = back.back(rows[: batch * slots], whose, moved, there, share, limits[-1:])
         known = back.reference(rows[: batch * slots].double(), whose, moved.double(), there, wide, limits[-1:])
         stop = int(limits[-1])
-        close(f"back {name}, gate {gate is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
-        again, moments = back.back_measured(rows[: batch * slots], whose, moved, there, gate, limits[-1:])
+        close(f"back {name}, gate {share is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
+        again, moments = back.back_measured(rows[: batch * slots], whose, moved, there, share, limits[-1:])
         known = norm_folded.reference_moments(again[:stop].double(), width)
-        close(f"back's moments {name}, gate {gate is not None}", moments[..., :stop], known, 1e-5)
+        close(f"back's moments {name}, gate {share is not None}", moments[..., :stop], known, 1e-5)
 
 
 @torch.inference_mode()

@@ -71,10 +71,12 @@ def test_the_kernel(tile: norm_linear.Tile, moved: str, shifted: bool, dtype: to
         assert torch.equal(mine[:stop], usual[:stop])
     seen = found[2].clone()
     seen[stop:] = 0.0
-    want = gate.reference(seen, knows, where[1])
+    want = gate.reference(seen, knows, *where)
     assert_near(found[3], want.score, 1e-6)
     assert_near(found[4], want.spent, 1e-6)
     assert torch.equal(found[5], want.going)
+    if where[0] is not None:
+        assert torch.equal(found[6][:stop], want.rows[:stop])
     assert (found[4] - knows.level).abs().min() > 1e-5  # so nobody is at the edge
     assert torch.equal(found[4][:, :PREFIX], knows.spent[:, :PREFIX])  # who never halts
     assert torch.equal(found[5][:, :PREFIX], going[:, :PREFIX])

@@ -72,7 +72,9 @@ def test_a_product_that_decides(dtype: torch.dtype) -> None:
     """DeiT-S's fc1 with few rows, moved."""
     tile, (left, right) = norm_linear.tile_for(dtype), norm_linear.split(384) or (0, 0)
     given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "gamma", "beta")
-    types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | {"going_out": "*u8", "going_pointer": "*u8"}
+    types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | dict.fromkeys(
+        ("going_pointer", "going_out", "rows_out"), "*u8"
+    )
     types |= {f"{name}_pointer": "*i32" for name in ("index", "rows", "cells", "place")}
     types |= dict.fromkeys(("seen_pointer", "spent_pointer", "shift_pointer", "score_out", "spent_out"), "*fp32")
     types |= dict.fromkeys(("room", "probe", "slots", "prefix"), "i32") | {"eps": "fp32", "level": "fp32"}

@@ -39,6 +39,7 @@ class PackedOnDevice(Layout):
         self._counted = False  # some rows are behind the live ones
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
+        self._known: tuple[Tensor, Tensor] | None = None  # who is here [B, N], and the same for every row [R]
         self._parked = x[:, :read]  # [B, read, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
 
@@ -62,6 +63,10 @@ class PackedOnDevice(Layout):
         """cells and place, where rows have been moved."""
         return (self.cells, self.place) if self._moved else (None, None)
 
+    def know(self, here: Tensor, rows: Tensor) -> None:
+        """Both say who will be left, if nobody else leaves: [B, N], and [R] for the rows as they are."""
+        self._known = (here, rows)
+
     @property
     def longest(self) -> int:
         """At least as many rows as any image has."""
@@ -76,6 +81,7 @@ class PackedOnDevice(Layout):
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
+        self._known = None
 
     def drop(self, decision: Drop) -> None:
         stay = self.live > decision.leaving if decision.stays is None else decision.stays  # in one kernel, or none
@@ -137,6 +143,8 @@ class PackedOnDevice(Layout):
         """[R] of every row as a key: None for all ones, bool, or float32."""
         if self.size is None and not self._thin:
             return None
+        if self.size is None and self._known is not None and self._known[0] is self.here:
+            return self._known[1]
         weight = self.here if self.size is None else self.size * self.here if self._thin else self.size
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 

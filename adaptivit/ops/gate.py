@@ -33,22 +33,25 @@ class Gate:
 
 @dataclass(frozen=True)
 class Decided:
-    """What it knows afterwards; [B, N] each."""
+    """What it knows afterwards."""
 
-    score: Tensor  # h, 0 where a token had halted before
-    spent: Tensor  # c'
-    going: Tensor  # bool
+    score: Tensor  # [B, N] h, 0 where a token had halted before
+    spent: Tensor  # [B, N] c'
+    going: Tensor  # [B, N] bool
+    rows: Tensor  # [R] bool: the same for every row
 
 
-def reference(seen: Tensor, gate: Gate, place: Tensor | None = None) -> Decided:
-    """seen [R]: f of every row. place [B N]: the row of every cell, < 0 for those that have none; None: its own."""
+def reference(seen: Tensor, gate: Gate, cells: Tensor | None = None, place: Tensor | None = None) -> Decided:
+    """seen [R]: f of every row. cells [R] says whose they are, place [B N] is the row of every cell, < 0 for those that
+    have none; None: its own."""
     values = (seen if place is None else seen[place.clamp_min(0)]).view_as(gate.spent)
     logit = gate.gamma.to(seen.dtype) * values + gate.beta.to(seen.dtype)
     logit = logit if gate.shift is None else logit + gate.shift
     score = torch.where(gate.going, torch.sigmoid(logit), torch.zeros_like(logit))
     halts = torch.arange(gate.spent.shape[1], device=seen.device) >= gate.prefix
     spent = gate.spent + torch.where(halts, score, torch.zeros_like(score))
-    return Decided(score, spent, gate.going & ~(halts & (spent >= gate.level)))
+    going = gate.going & ~(halts & (spent >= gate.level))
+    return Decided(score, spent, going, going.flatten() if cells is None else going.flatten()[cells])
 
 
 if triton is not None:
@@ -67,6 +70,7 @@ if triton is not None:
         score_out,
         spent_out,
         going_out,
+        rows_out,
         level,
         slots,
         prefix,
@@ -88,6 +92,8 @@ if triton is not None:
         tl.store(score_out + cell, score, mask=there)
         tl.store(spent_out + cell, spent, mask=there)
         tl.store(going_out + cell, going.to(tl.uint8), mask=there)
+        if MOVED:
+            tl.store(rows_out + row, going.to(tl.uint8), mask=there)
 
     @triton.jit
     def _decide_absent(cell, inside, place_pointer, spent_pointer, score_out, spent_out, going_out):

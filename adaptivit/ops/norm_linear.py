@@ -101,6 +101,7 @@ if triton is not None:
         score_out,
         spent_out,
         going_out,
+        rows_out,
         room,
         probe,
         eps,
@@ -177,7 +178,7 @@ if triton is not None:
                             _decide_rows(
                                 *(seen, row, there, cells_pointer, spent_pointer, going_pointer),
                                 *(gamma_pointer, beta_pointer, shift_pointer, score_out, spent_out, going_out),
-                                *(level, slots, prefix, MOVED, SHIFTED),
+                                *(rows_out, level, slots, prefix, MOVED, SHIFTED),
                             )
                 if GELU:
                     total = _gelu(total, EXACT)
@@ -226,7 +227,7 @@ def _norm_linear_gated(
     going: Tensor,
     cells: Tensor | None,
     place: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gate, where = Gate(gamma, beta, shift, level, prefix, spent, going), (cells, place)
     return run(
         *(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile_for(x.dtype), space, gate, where)
@@ -248,16 +249,16 @@ def run(
     space: int = 0,
     gate: Gate | None = None,
     where: Where = (None, None),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel with a tile of one's own; kept, seen and what was decided are empty where nothing moves, nothing is
     looked at and nothing is to be decided."""
     room, parts = len(x if index is None else index), split(x.shape[1])
     assert parts is not None
     out = blank(room, len(weight), space, x)
     kept = x.new_empty(0) if index is None else torch.empty(room, x.shape[1], dtype=x.dtype, device=x.device)
-    seen, *decided = _outcome(x, room, probe, None if gate is None else gate.spent)
-    groups = triton.cdiv(len(weight), tile.n * tile.span)
     cells, place = where
+    seen, *decided = _outcome(x, room, probe, None if gate is None else gate.spent, cells)
+    groups = triton.cdiv(len(weight), tile.n * tile.span)
     given = [x] * 7
     if gate is not None:
         assert probe >= 0
@@ -302,16 +303,19 @@ def run(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    score, spent, going = decided
-    return out, kept, seen, score, spent, going
+    score, spent, going, of_rows = decided
+    return out, kept, seen, score, spent, going, of_rows
 
 
-def _outcome(x: Tensor, room: int, probe: int, spent: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for what is seen and what is decided, none where nothing is."""
+def _outcome(
+    x: Tensor, room: int, probe: int, spent: Tensor | None = None, cells: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Room for what is seen and what is decided, none where nothing is; of rows only where they have been moved."""
     grid = (0,) if spent is None else spent.shape
     score, after = (x.new_empty(grid, dtype=torch.float32) for _ in range(2))
     seen = x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
-    return seen, score, after, x.new_empty(grid, dtype=torch.bool)
+    going, of_rows = (x.new_empty(size, dtype=torch.bool) for size in (grid, 0 if cells is None else room))
+    return seen, score, after, going, of_rows
 
 
 def _fakes(x: Tensor, weight: Tensor, index: Tensor | None) -> tuple[int, Tensor, Tensor]:
@@ -323,13 +327,13 @@ def _fakes(x: Tensor, weight: Tensor, index: Tensor | None) -> tuple[int, Tensor
 @_norm_linear.register_fake
 def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space=0):
     room, out, kept = _fakes(x, weight, index)
-    return out, kept, _outcome(x, room, probe, None)[0]
+    return out, kept, _outcome(x, room, probe)[0]
 
 
 @_norm_linear_gated.register_fake
 def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space, *gate):
     room, out, kept = _fakes(x, weight, index)
-    return out, kept, *_outcome(x, room, probe, gate[5])
+    return out, kept, *_outcome(x, room, probe, gate[5], gate[7])
 
 
 def norm_linear(
@@ -369,5 +373,6 @@ def norm_linear_gated(
     been moved (layouts/device.py)."""
     knows = (gate.gamma, gate.beta, gate.shift, gate.level, gate.prefix, gate.spent, gate.going)
     given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space)
-    out, kept, seen, score, spent, going = _norm_linear_gated(*given, *knows, *where)
-    return out, x if index is None else kept, seen, Decided(score, spent, going)
+    out, kept, seen, score, spent, going, of_rows = _norm_linear_gated(*given, *knows, *where)
+    of_rows = going.flatten() if where[0] is None else of_rows
+    return out, x if index is None else kept, seen, Decided(score, spent, going, of_rows)
