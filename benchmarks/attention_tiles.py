@@ -48,9 +48,13 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--width", type=int, default=64, help="of a head")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument(
+        "--share", default="0/1", help="I/N: every N-th tile from the I-th; N side by side compile them"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
+    first, step = (int(part) for part in given.share.split("/"))
     about = environment.describe(torch.device("cuda"))
     facts = {name: about[name] for name in ("date", "device", "commit")}
     facts |= {name: about["versions"].get(name, "") for name in ("torch", "triton")}
@@ -68,7 +72,7 @@ def main() -> None:
                 kind = "bool" if weight is not None else ""
                 want = ragged.reference(*(t[:count].float() for t in (q, k, v)), offsets, weight)
                 graphs = {}
-                for tile in TILES:
+                for tile in TILES[first::step]:
                     try:
                         out = ragged.run(q, k, v, offsets, given.tokens, weight, tile)
                         error = float((out[:count].float() - want[:count]).norm() / want[:count].norm())
@@ -86,8 +90,8 @@ def main() -> None:
                 for _ in range(given.turns + 1):
                     for tile, (graph, _) in graphs.items():
                         times[tile].append(microseconds(graph))
-                now = ragged.tile_for(given.tokens, given.width, torch.bfloat16)
-                found = sorted((statistics.median(t[1:]), tile) for tile, t in times.items())
+                now = ragged.tile_for(given.tokens, given.width, torch.bfloat16, batch)
+                found = sorted((statistics.median(t[1:] or t), tile) for tile, t in times.items())
                 words = [f"{took:.1f} {'x'.join(map(str, tile))}{' (now)' * (tile == now)}" for took, tile in found]
                 print(f"batch {batch}, live {live}{kind and ', ' + kind}: {'; '.join(words)}", flush=True)
                 rows += [

@@ -134,7 +134,7 @@ def test_who_is_most_alike(what: int) -> None:
 @pytest.mark.parametrize("longest", [197, 577])
 def test_attention(longest: int, weighted: int) -> None:
     """Of four programs a multiprocessor at 197 tokens, two at 577."""
-    tm, tn, warps, stages, _ = ragged.tile_for(longest, 64, torch.bfloat16)
+    tm, tn, warps, stages, _ = ragged.tile_for(longest, 64, torch.bfloat16, 32)
     rows = dict.fromkeys(("q_pointer", "k_pointer", "v_pointer", "out_pointer"), "*bf16")
     types = rows | {"weight_pointer": ("*bf16", "*u8", "*fp32")[weighted], "offsets_pointer": "*i32"}
     types |= {"row_stride": "i32", "head_stride": "i32", "scale": "fp32"}

@@ -136,7 +136,7 @@ if triton is not None:
 @torch.library.custom_op("adaptivit::attend", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None) -> Tensor:
     """`weight` boolean, or the binary logarithm."""
-    return run(q, k, v, offsets, longest, weight, tile_for(longest, q.shape[-1], q.dtype))
+    return run(q, k, v, offsets, longest, weight, tile_for(longest, q.shape[-1], q.dtype, len(offsets) - 1))
 
 
 def run(
@@ -176,7 +176,7 @@ def _(q, k, v, offsets, longest, weight):
     return v.new_empty(v.shape)
 
 
-def tile_for(longest: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+def tile_for(longest: int, width: int, dtype: torch.dtype, images: int) -> tuple[int, int, int, int, int]:
     """Queries, keys, warps, stages, and how few queries are a tile of their own (16 is the least that tensor cores
     take). Measured on an H200 when the kernel took more instructions; the last has not been tried (benchmarks/LOG.md,
     benchmarks/attention_tiles.py)."""
