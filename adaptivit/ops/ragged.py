@@ -178,11 +178,10 @@ def _(q, k, v, offsets, longest, weight):
 
 def tile_for(longest: int, width: int, dtype: torch.dtype, images: int) -> tuple[int, int, int, int, int]:
     """Queries, keys, warps, stages, and how few queries are a tile of their own (16 is the least that tensor cores
-    take). Measured on an H200 when the kernel took more instructions; the last has not been tried (benchmarks/LOG.md,
-    benchmarks/attention_tiles.py)."""
+    take; it was no faster). Measured on an H200 (benchmarks/h200/attention_tiles.csv)."""
     if dtype == torch.float32 or width > 64:
         return (64, 32, 4, 2, 0)
-    return (64, 32, 4, 3, 0) if longest <= 256 else (128, 64, 8, 3, 0)
+    return (64, 32, 4, 3, 0) if longest <= 256 and images > 64 else (64, 64, 4, 3, 0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
