@@ -52,6 +52,7 @@ if triton is not None:
         PRECISION: tl.constexpr,
     ):
         """TM queries from `first` on over all keys of an image; pointers are at the head of its first row."""
+        absent = float("-inf") if WEIGHTED == 2 else 0
         i = first + tl.arange(0, TM)
         c = tl.arange(0, WIDE)
         wide = (c < d)[None, :]
@@ -59,6 +60,9 @@ if triton is not None:
         top = tl.full((TM,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((TM,), dtype=tl.float32)
         out = tl.zeros((TM, WIDE), dtype=tl.float32)
+        j = tl.arange(0, TN)
+        if WEIGHTED:  # of the keys that are next, so that nobody waits for it
+            weight = tl.load(weight_pointer + j, mask=j < length, other=absent)
         for other in range(0, length, TN):
             j = other + tl.arange(0, TN)
             inside = (j < length)[:, None] & wide
@@ -67,12 +71,13 @@ if triton is not None:
             v = tl.load(v_pointer + place, mask=inside, other=0.0)
             s = tl.dot(q, k.T, input_precision=PRECISION)
             if WEIGHTED == 2:
-                s = s * scale + tl.load(weight_pointer + j, mask=j < length, other=float("-inf"))[None, :]
+                s = s * scale + weight[None, :]
             elif WEIGHTED == 1:
-                there = tl.load(weight_pointer + j, mask=j < length, other=0)
-                s = tl.where((there != 0)[None, :], s, float("-inf"))
+                s = tl.where((weight != 0)[None, :], s, float("-inf"))
             elif other + TN > length:
                 s = tl.where((j < length)[None, :], s, float("-inf"))
+            if WEIGHTED:
+                weight = tl.load(weight_pointer + j + TN, mask=j + TN < length, other=absent)
             highest = tl.max(s, 1)
             if WEIGHTED != 2:  # scale is positive; multiplied with the rest in the one instruction that subtracts
                 highest *= scale
