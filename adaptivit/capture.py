@@ -196,9 +196,10 @@ def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _masks(output: Output) -> tuple[list[int], list[int]]:
-    """Of the masks of what was spent, the first of each that is there several times; and for each which of those."""
+    """Of what was spent by masks that the trace does not have, the first of each that is there several times; and for
+    each which of those."""
     places: dict[int, int] = {}
-    which = [places.setdefault(id(s.present), len(places)) for s in output.spent]
+    which = [-1 if s.block is not None else places.setdefault(id(s.present), len(places)) for s in output.spent]
     return [which.index(place) for place in range(len(places))], which
 
 
@@ -211,7 +212,7 @@ def _tensors(output: Output, first: list[int]) -> list[Tensor]:
         values = [torch.cat([value.flatten() for value in values])]
     masks = [trace.attended] if trace.updated is trace.attended else [trace.attended, trace.updated]
     masks += [torch.stack([output.spent[i].present for i in first])] if first else []
-    return [*values, torch.cat(masks)]
+    return [*values, torch.cat(masks) if len(masks) > 1 else masks[0].contiguous()]
 
 
 def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
@@ -228,8 +229,9 @@ def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     layers, same = len(pattern.trace.attended), pattern.trace.updated is pattern.trace.attended
     attended = masks[:layers]
     updated = attended if same else masks[layers : 2 * layers]
-    present = masks[layers if same else 2 * layers :].unbind()
-    spent = [replace(s, present=present[i]) for s, i in zip(pattern.spent, _masks(pattern)[1], strict=True)]
+    others = masks[layers if same else 2 * layers :].unbind()
+    which = zip(pattern.spent, _masks(pattern)[1], strict=True)
+    spent = [replace(s, present=others[i] if s.block is None else attended[s.block]) for s, i in which]
     return replace(
         pattern,
         logits=values[0],

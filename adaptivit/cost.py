@@ -30,6 +30,7 @@ class Spent:
     part: str  # policy, evidence or asked
     present: Tensor  # [B, N] bool
     macs: Callable[[Tensor], Tensor]  # [B] tokens present (float64) -> [B]
+    block: int | None = None  # where `present` is who took part in the attention of this block
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .cap import Cap
 from .cost import CostModel, Spent, row_macs
 from .decision import Drop, Keep, Step, Trace, When, detached
 from .layouts import Ending, Layout
+from .ops.compact import stacked
 from .output import Output
 from .policies.base import Policy
 
@@ -78,6 +79,7 @@ def forward(
             run.read_alone = True
         blocks.mlp(block, layout, taps)
         view.found.update(taps.found or {})
+        run.decided_inside = run.decided_inside or "decided" in view.found
 
         layout.come_back()
         run.answer(layer, "after", policy.after(view, state))
@@ -91,11 +93,12 @@ def forward(
         run.pooled = readout.shape[1]
     features, logits = backbone.head(vit, readout)
     always = all(mask is run.attended[0] for mask in run.attended)  # then one copy serves every layer
-    attended = run.attended[0].expand(shape.layers, -1, -1) if always else torch.stack(run.attended)
+    stack = stacked if run.decided_inside else torch.stack
+    attended = run.attended[0].expand(shape.layers, -1, -1) if always else stack(run.attended)
     same = all(a is b for a, b in zip(run.attended, run.updated, strict=True))
     trace = Trace(
         attended,
-        attended if same else torch.stack(run.updated),
+        attended if same else stack(run.updated),
         shape.prefix,
         tuple(run.steps),
         policy.facts(state) | run.noted_facts(),
@@ -106,7 +109,7 @@ def forward(
         logits=logits,
         features=features,
         trace=trace,
-        spent=tuple(run.spent),
+        spent=run.spent_where(),
         pooled=run.pooled,
         read_alone=run.read_alone,
         costs=run.costs,
@@ -137,6 +140,7 @@ class _Run:
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     read_alone: bool = False  # in the last MLP
+    decided_inside: bool = False  # some decision was made in a product (ops/gate.py)
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]
@@ -174,6 +178,12 @@ class _Run:
     def unzeroed(self, last: Tensor) -> Tensor:
         """[B, N, D] the last values with those back that were set to zero on leaving."""
         return last if self.zeroed is None else torch.where(self.zeroed[0][..., None], self.zeroed[1], last)
+
+    def spent_where(self) -> tuple[Spent, ...]:
+        """What was spent, with the blocks whose masks it is counted by."""
+        masks = self.attended
+        where = [next((i for i, mask in enumerate(masks) if mask is s.present), None) for s in self.spent]
+        return tuple(replace(s, block=block) for s, block in zip(self.spent, where, strict=True))
 
     def count_evidence(self, wanted: frozenset[str], acting: frozenset[str]) -> None:
         for name in sorted(wanted):

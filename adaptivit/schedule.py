@@ -1,10 +1,10 @@
 """When `packed` moves rows on a GPU: chosen beforehand from how many tokens stay, by times measured on the device.
 
 A token that has left may keep its row for a while: it has weight 0 as a key, so nobody sees it, but it is computed. A
-move takes such rows out, and costs time itself. With t(r) the time of a block on r rows and c that of a move, the moves
-that minimise
+move takes such rows out, and costs time itself. With t(r) the time of a block on r rows, t'(r) where some of them have
+left, and c that of a move, the moves that minimise
 
-    sum over blocks of t(rows held) + c (number of moves)
+    sum over blocks of t(rows held) or t'(rows held) + c (number of moves)
 
 are found by dynamic programming over the block of the last move. Where rows cost next to nothing (one image at a time)
 the best choice is never to move: the dense path.
@@ -33,7 +33,8 @@ from .layouts import PackedOnDevice, Plan
 if TYPE_CHECKING:
     from .model import AdaptiveViT
 
-SHARES = (0.05, 0.25, 0.5, 0.75, 1.0)
+BLOCKS = 4  # so many are timed against one
+LEAST, MOST, ENOUGH = 5, 20, 0.05  # replays of a graph, and seconds that they may take
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ class Times:
     rows: tuple[int, ...]  # rising
     block: tuple[float, ...]
     move: float
+    masked: tuple[float, ...] | None = None  # seconds of a block some rows of which have left; None: as many
 
-    def at(self, rows: float) -> float:
+    def at(self, rows: float, masked: bool = False) -> float:
         """Seconds of a block, on the line between the nearest two measurements."""
-        points = list(zip(self.rows, self.block, strict=True))
+        seconds = self.masked if masked and self.masked is not None else self.block
+        points = list(zip(self.rows, seconds, strict=True))
         if rows <= points[0][0]:
             return points[0][1]
         for (low, fast), (high, slow) in itertools.pairwise(points):
@@ -64,7 +67,7 @@ def choose(live: Sequence[float], times: Times) -> frozenset[int]:
         """Least time of the blocks from `layer` on with the rows of block `held` in store, and the moves to come."""
         if layer == layers:
             return 0.0, ()
-        now = times.at(live[held])
+        now = times.at(live[held], masked=live[layer] < live[held])
         stays, later = best(layer + 1, held)
         choice = (now + stays, later)
         if layer + 1 < layers and live[layer + 1] < live[held]:
@@ -109,49 +112,56 @@ def plan(
         few = batch * model.shape.tokens <= fused.FEW_ROWS
         return Plan(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
-    moves = choose(live, measure(model, batch, fold_norms))
+    moves = choose(live, measure(model, batch, live, fold_norms))
     return Plan(moves=moves, rows=expected_rows(live, moves))
 
 
 @torch.inference_mode()
-def measure(model: AdaptiveViT, batch: int, fold_norms: bool = False, repeats: int = 20) -> Times:
-    """Time a block of this model at several numbers of rows, and a move, on the device it is on: what two blocks take
-    more than one, since with `fold_norms` a block saves a norm where no move comes before it."""
+def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: bool = False) -> Times:
+    """Time a block of this model at the numbers of rows that `live` [L] has, with masks and without, and a move, on the
+    device it is on: what some blocks take more than one, since with `fold_norms` a block saves a norm where no move
+    comes before it. (Times rise in steps, as tiles fill the device once more: between two numbers one can only guess.)
+    """
     weight = next(model.parameters())
     slots, width, block = model.shape.tokens, model.shape.dim, model.vit.blocks[0]
     x = torch.randn(batch, slots, width, dtype=weight.dtype, device=weight.device)
     slot = torch.arange(slots, device=weight.device).expand(batch, -1)
 
-    def run(blocks: Any, number: int, count: int, moves: bool) -> None:
-        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,) * 2))
+    def run(blocks: Any, number: int, count: int, kind: str) -> None:
+        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,) * BLOCKS))
         layout.prefix_stays = True
         layout.drop(Drop(slot >= count))
         layout.put(layout.rows)
+        if kind == "masks":
+            layout.plan = Plan(frozenset(), layout.plan.rows)
+            layout.drop(Drop(slot >= max(count - 1, 1)))
+            layout.know(layout.here, layout.here.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
-            if layer and moves:
+            if layer and kind == "moves":
                 layout.drop(Drop(slot >= slots))
             blocks.attention(block, layout, Taps())
             blocks.mlp(block, layout, Taps())
 
-    def time(count: int, *, moves: bool) -> float:
+    def time(count: int, kind: str = "") -> float:
         blocks: Any = fused
         if fold_norms:
-            two_of_them: Any = SimpleNamespace(blocks=[block, block])
-            blocks = Folded(two_of_them)
-            run(blocks, 2, count, moves)
+            some_of_them: Any = SimpleNamespace(blocks=[block] * BLOCKS)
+            blocks = Folded(some_of_them)
+            run(blocks, BLOCKS, count, kind)
             blocks.settle()
-        one, two = (_replayed(lambda n=n: run(blocks, n, count, moves), repeats) for n in (1, 2))  # type: ignore[misc]
-        return max(0.0, two - one)
+        one, all_of_them = (_replayed(lambda n=n: run(blocks, n, count, kind)) for n in (1, BLOCKS))  # type: ignore[misc]
+        return max(0.0, (all_of_them - one) / (BLOCKS - 1))
 
-    counts = sorted({max(1, round(share * slots)) for share in SHARES})
-    seconds = [time(count, moves=False) for count in counts]
+    counts = sorted({min(max(1, round(rows / batch)), slots) for rows in live})
+    seconds, masked = (tuple(time(count, kind) for count in counts) for kind in ("", "masks"))
     middle = len(counts) // 2
-    move = max(0.0, time(counts[middle], moves=True) - seconds[middle])
-    return Times(tuple(batch * n for n in counts), tuple(seconds), move)
+    move = max(0.0, time(counts[middle], "moves") - seconds[middle])
+    return Times(tuple(batch * n for n in counts), seconds, move, masked)
 
 
-def _replayed(run: Callable[[], object], repeats: int) -> float:
+def _replayed(run: Callable[[], object]) -> float:
+    """Seconds of a pass in a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -160,8 +170,8 @@ def _replayed(run: Callable[[], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    seconds = []
-    for _ in range(repeats):
+    seconds: list[float] = []
+    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < ENOUGH):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()

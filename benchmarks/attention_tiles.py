@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 from adaptivit import environment
 from adaptivit.ops import ragged
 
-SIZES = [
+TILES = [
     *((m, n, warps, 1) for m in (16, 32) for n in (64, 128) for warps in (4, 8)),  # for one image: more programs
     *((64, 32, 4, s) for s in (2, 3)),
     *((64, 64, 4, s) for s in (1, 2, 3)),
@@ -27,7 +27,6 @@ SIZES = [
     *((128, 64, 8, s) for s in (2, 3)),
     *((128, 128, 8, s) for s in (1, 2)),
 ]
-TILES = [(*size, few) for size in SIZES for few in ((0, 16) if size[0] > 16 else (0,))]
 PASSES = 50
 
 
@@ -90,7 +89,8 @@ def main() -> None:
                 for _ in range(given.turns + 1):
                     for tile, (graph, _) in graphs.items():
                         times[tile].append(microseconds(graph))
-                now = ragged.tile_for(given.tokens, given.width, torch.bfloat16, batch)
+                rest = (batch, count // batch, weight is not None)
+                now = ragged.tile_for(given.tokens, given.width, torch.bfloat16, *rest)
                 found = sorted((statistics.median(t[1:] or t), tile) for tile, t in times.items())
                 words = [f"{took:.1f} {'x'.join(map(str, tile))}{' (now)' * (tile == now)}" for took, tile in found]
                 print(f"batch {batch}, live {live}{kind and ', ' + kind}: {'; '.join(words)}", flush=True)

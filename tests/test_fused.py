@@ -23,7 +23,7 @@ from adaptivit.decision import Trace
 from adaptivit.errors import UserError
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, Plan
 from adaptivit.model import AdaptiveViT
-from adaptivit.ops import kernels
+from adaptivit.ops import kernels, ragged
 from adaptivit.output import Output
 
 pytestmark = [
@@ -418,30 +418,36 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
 @here
 @pytest.mark.parametrize("folds", [False, True])
 def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass that is timed runs: one block and two, at every number of rows, and with a move between them. Each
-    pass here takes as long as it has norms of their own."""
-    passes, norms = [], [0]
-    apart = fused.norm
+    """Every pass that is timed runs: one block and four, at every number of rows of a profile, with masks, and with a
+    move between them. Each pass here takes as long as it has norms of their own."""
+    passes, norms, masks = [], [0], []
+    apart, attend = fused.norm, ragged.attend
+
+    def seen(*args: Any) -> Any:
+        masks.append(len(args) > 5 and args[5] is not None and args[5].dtype == torch.bool)
+        return attend(*args)
 
     def counted(*args: object) -> object:
         norms[0] += 1
         return apart(*args)  # type: ignore[arg-type]
 
-    def clock(run: Callable[[], object], repeats: int) -> float:
+    def clock(run: Callable[[], object]) -> float:
         norms[0] = 0
         run()
         passes.append(norms[0])
         return float(norms[0])
 
     monkeypatch.setattr(fused, "norm", counted)
+    monkeypatch.setattr(ragged, "attend", seen)
     monkeypatch.setattr(fused, "FEW_ROWS", -1)
     monkeypatch.setattr(schedule, "_replayed", clock)
     kernels.on_cpu = True
-    times = schedule.measure(make("aht"), 2, folds)
-    assert times.rows == (2, 8, 16, 26, 34)  # of 17 slots each
-    assert passes == ([1, 1] * 5 + [1, 2] if folds else [2, 4] * 6)
-    assert times.block == ((0,) * 5 if folds else (2,) * 5)
+    times = schedule.measure(make("aht"), 2, [40.0, 34.0, 16.4, 15.8, 0.2], folds)
+    assert times.rows == (2, 16, 34)  # of 17 slots each
+    assert passes == ([1, 1] * 6 + [1, 4] if folds else [2, 8] * 7)
+    assert times.block == times.masked == ((0,) * 3 if folds else (2,) * 3)
     assert times.move == (1 if folds else 0)  # the norm that a move does not leave to the product behind it
+    assert sum(masks) == 3 * (9 if folds else 5)  # blocks of the passes with masks; four more to see what folds
 
 
 @here

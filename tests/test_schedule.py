@@ -30,7 +30,8 @@ def held(live: Sequence[float], moves: Sequence[int] | frozenset[int]) -> list[f
 
 
 def seconds(live: Sequence[float], moves: Sequence[int] | frozenset[int], times: Times) -> float:
-    return sum(times.at(rows) for rows in held(live, moves)) + times.move * len(moves)
+    each = (times.at(rows, masked=now < rows) for now, rows in zip(live, held(live, moves), strict=True))
+    return sum(each) + times.move * len(moves)
 
 
 @st.composite
@@ -44,7 +45,8 @@ def measured(draw: st.DrawFn) -> Times:
     """Times as a device could give them, not always rising."""
     rows = sorted(draw(st.sets(st.integers(1, 2000), min_size=1, max_size=5)))
     second = st.floats(0.01, 10)
-    return Times(tuple(rows), tuple(draw(second) for _ in rows), draw(st.floats(0, 3)))
+    plain, masked = (tuple(draw(second) for _ in rows) for _ in range(2))
+    return Times(tuple(rows), plain, draw(st.floats(0, 3)), draw(st.sampled_from([None, masked])))
 
 
 @given(falling(), measured())
@@ -67,6 +69,14 @@ def test_moves_that_cost_nothing_or_everything() -> None:
     assert choose(LIVE, Times((10, 100), (1.0, 1.0), 0.1)) == frozenset()  # rows cost nothing: nothing to win
     assert choose([100.0] * L, RISING) == frozenset()
     assert choose([100.0], RISING) == frozenset()
+
+
+def test_masks_may_make_a_move_pay() -> None:
+    live, times = [100.0, 100.0, 99.0, 99.0], ((10, 100), (1.0, 1.0), 0.5)
+    assert choose(live, Times(*times)) == frozenset()
+    assert choose(live, Times(*times, (1.2, 1.2))) == frozenset()
+    assert choose(live, Times(*times, (1.3, 1.3))) == {1}
+    assert Times(*times, (1.0, 1.6)).at(70, masked=True) == pytest.approx(1.4)
 
 
 def test_a_move_must_pay_for_itself_in_the_blocks_to_come() -> None:
@@ -145,8 +155,8 @@ def test_a_plan_with_a_profile(model: Any, monkeypatch: pytest.MonkeyPatch, move
     monkeypatch.setattr(schedule, "measure", measure)
     shares = [1.0, 1.0, 0.5, 0.25, 0.25, 0.1]
     made = plan(model, 8, shares, fold_norms=True)
-    assert asked == [(model, 8, True)]
     live = [8 * 17 * share for share in shares]
+    assert asked == [(model, 8, live, True)]
     assert made.moves == choose(live, times)
     assert made.rows == expected_rows(live, choose(live, times))
     assert made.moves == {0.0: {1, 2, 4}, 0.05: {1, 2, 4}, 1e6: set()}[move]

@@ -139,6 +139,10 @@ class PackedOnDevice(Layout):
         self._thin = False
         self.size = self.size if decision.size is None else decision.size
 
+    def _typical(self) -> int:
+        """Rows that are expected of an image."""
+        return self.plan.expected(self.layer, self.batch * self.slots) // self.batch
+
     def _row_weight(self) -> Tensor | None:
         """[R] of every row as a key: None for all ones, bool, or float32."""
         if self.size is None and not self._thin:
@@ -149,7 +153,7 @@ class PackedOnDevice(Layout):
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        return ragged.attend(q, k, v, self.offsets, self.longest, self._row_weight())
+        return ragged.attend(q, k, v, self.offsets, self.longest, self._row_weight(), self._typical())
 
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
@@ -219,6 +223,9 @@ class GatheredOnDevice(PackedOnDevice):
 
     def stream(self) -> Stream:
         return Stream(self._held, self._index, expected=len(self.cells), moments=self._moments)
+
+    def _typical(self) -> int:
+        return self.longest
 
     def _each(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B, n, ...]"""

@@ -14,12 +14,13 @@ A given count is believed: whoever is too many in an image has no row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .kernels import power_of_two, tl, triton, usable
+from .kernels import power_of_two, run_on, tl, triton, usable
 
 Order = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -198,6 +199,22 @@ def steps(like: Tensor, stop: int, step: int) -> Tensor:
 @steps.register_fake
 def _(like, stop, step):
     return like.new_empty(-(-stop // step), dtype=torch.int32)
+
+
+@torch.library.custom_op("adaptivit::stacked", mutates_args=())
+def _stacked(masks: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(masks))
+
+
+@_stacked.register_fake
+def _(masks):
+    return masks[0].new_empty(len(masks), *masks[0].shape)
+
+
+def stacked(masks: Sequence[Tensor]) -> Tensor:
+    """torch.stack in one launch, where the masks come from kernels of ours: torch.compile would copy each by itself, as
+    soon as it is there (and where it has made them, it writes the copy with them)."""
+    return _stacked(masks) if run_on(masks[0]) else torch.stack(list(masks))
 
 
 def order(stay: Tensor, before: Tensor, count: int | None = None) -> Order:

@@ -33,71 +33,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor |
 if triton is not None:
 
     @triton.jit
-    def _attend_rows(
-        q_pointer,
-        k_pointer,
-        v_pointer,
-        weight_pointer,
-        out_pointer,
-        first,
-        length,
-        row_stride,
-        out_stride,
-        scale,
-        d: tl.constexpr,
-        WIDE: tl.constexpr,
-        TM: tl.constexpr,
-        TN: tl.constexpr,
-        WEIGHTED: tl.constexpr,
-        PRECISION: tl.constexpr,
-    ):
-        """TM queries from `first` on over all keys of an image; pointers are at the head of its first row."""
-        absent = float("-inf") if WEIGHTED == 2 else 0
-        i = first + tl.arange(0, TM)
-        c = tl.arange(0, WIDE)
-        wide = (c < d)[None, :]
-        q = tl.load(q_pointer + i[:, None] * row_stride + c[None, :], mask=(i < length)[:, None] & wide, other=0.0)
-        top = tl.full((TM,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((TM,), dtype=tl.float32)
-        out = tl.zeros((TM, WIDE), dtype=tl.float32)
-        j = tl.arange(0, TN)
-        if WEIGHTED:  # of the keys that are next, so that nobody waits for it
-            weight = tl.load(weight_pointer + j, mask=j < length, other=absent)
-        for other in range(0, length, TN):
-            j = other + tl.arange(0, TN)
-            inside = (j < length)[:, None] & wide
-            place = j[:, None] * row_stride + c[None, :]
-            k = tl.load(k_pointer + place, mask=inside, other=0.0)
-            v = tl.load(v_pointer + place, mask=inside, other=0.0)
-            s = tl.dot(q, k.T, input_precision=PRECISION)
-            if WEIGHTED == 2:
-                s = s * scale + weight[None, :]
-            elif WEIGHTED == 1:
-                s = tl.where((weight != 0)[None, :], s, float("-inf"))
-            elif other + TN > length:
-                s = tl.where((j < length)[None, :], s, float("-inf"))
-            if WEIGHTED:
-                weight = tl.load(weight_pointer + j + TN, mask=j + TN < length, other=absent)
-            highest = tl.max(s, 1)
-            if WEIGHTED != 2:  # scale is positive; multiplied with the rest in the one instruction that subtracts
-                highest *= scale
-            highest = tl.maximum(top, highest)
-            finite = highest
-            if WEIGHTED:  # all keys so far may be absent
-                finite = tl.where(highest == float("-inf"), 0.0, highest)
-            if WEIGHTED == 2:
-                p = tl.exp2(s - finite[:, None])
-            else:
-                p = tl.exp2(s * scale - finite[:, None])
-            shrink = tl.exp2(top - finite)
-            total = total * shrink + tl.sum(p, 1)
-            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-            top = highest
-        out = out / tl.where(total > 0.0, total, 1.0)[:, None]
-        to = out_pointer + i[:, None] * out_stride + c[None, :]
-        tl.store(to, out.to(out_pointer.dtype.element_ty), mask=(i < length)[:, None] & wide)
-
-    @triton.jit
     def _attend_kernel(
         q_pointer,
         k_pointer,
@@ -113,10 +48,11 @@ if triton is not None:
         WIDE: tl.constexpr,
         TM: tl.constexpr,
         TN: tl.constexpr,
-        FEW: tl.constexpr,  # so many queries, or fewer, are a tile of their own; 0: never
         WEIGHTED: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
+        """TM queries of one head over all keys of an image."""
+        absent = float("-inf") if WEIGHTED == 2 else 0
         image = tl.program_id(1) // HEADS
         head = tl.program_id(1) % HEADS
         start = tl.load(offsets_pointer + image)
@@ -124,24 +60,63 @@ if triton is not None:
         first = tl.program_id(0) * TM
         if first < length:
             at = start.to(tl.int64) * row_stride + head * head_stride
-            to = out_pointer + start.to(tl.int64) * (HEADS * d) + head * d
-            q, k, v, weight = q_pointer + at, k_pointer + at, v_pointer + at, weight_pointer + start
-            if (FEW > 0) & (length - first <= FEW):  # the last tile of 197 tokens holds 5
-                _attend_rows(
-                    *(q, k, v, weight, to, first, length, row_stride, HEADS * d, scale),
-                    *(d, WIDE, FEW if FEW else TM, TN, WEIGHTED, PRECISION),
-                )
-            else:
-                _attend_rows(
-                    *(q, k, v, weight, to, first, length, row_stride, HEADS * d, scale),
-                    *(d, WIDE, TM, TN, WEIGHTED, PRECISION),
-                )
+            q_pointer += at
+            k_pointer += at
+            v_pointer += at
+            weight_pointer += start
+            out_pointer += start.to(tl.int64) * (HEADS * d) + head * d
+            i = first + tl.arange(0, TM)
+            c = tl.arange(0, WIDE)
+            wide = (c < d)[None, :]
+            q = tl.load(q_pointer + i[:, None] * row_stride + c[None, :], mask=(i < length)[:, None] & wide, other=0.0)
+            top = tl.full((TM,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((TM,), dtype=tl.float32)
+            out = tl.zeros((TM, WIDE), dtype=tl.float32)
+            j = tl.arange(0, TN)
+            if WEIGHTED:  # of the keys that are next, so that nobody waits for it
+                weight = tl.load(weight_pointer + j, mask=j < length, other=absent)
+            for other in range(0, length, TN):
+                j = other + tl.arange(0, TN)
+                inside = (j < length)[:, None] & wide
+                place = j[:, None] * row_stride + c[None, :]
+                k = tl.load(k_pointer + place, mask=inside, other=0.0)
+                v = tl.load(v_pointer + place, mask=inside, other=0.0)
+                s = tl.dot(q, k.T, input_precision=PRECISION)
+                if WEIGHTED == 2:
+                    s = s * scale + weight[None, :]
+                elif WEIGHTED == 1:
+                    s = tl.where((weight != 0)[None, :], s, float("-inf"))
+                elif other + TN > length:
+                    s = tl.where((j < length)[None, :], s, float("-inf"))
+                if WEIGHTED:
+                    weight = tl.load(weight_pointer + j + TN, mask=j + TN < length, other=absent)
+                highest = tl.max(s, 1)
+                if WEIGHTED != 2:  # scale is positive; multiplied with the rest in the one instruction that subtracts
+                    highest *= scale
+                highest = tl.maximum(top, highest)
+                finite = highest
+                if WEIGHTED:  # all keys so far may be absent
+                    finite = tl.where(highest == float("-inf"), 0.0, highest)
+                if WEIGHTED == 2:
+                    p = tl.exp2(s - finite[:, None])
+                else:
+                    p = tl.exp2(s * scale - finite[:, None])
+                shrink = tl.exp2(top - finite)
+                total = total * shrink + tl.sum(p, 1)
+                out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+                top = highest
+            out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+            to = out_pointer + i[:, None] * (HEADS * d) + c[None, :]
+            tl.store(to, out.to(out_pointer.dtype.element_ty), mask=(i < length)[:, None] & wide)
 
 
 @torch.library.custom_op("adaptivit::attend", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None, typical: int
+) -> Tensor:
     """`weight` boolean, or the binary logarithm."""
-    return run(q, k, v, offsets, longest, weight, tile_for(longest, q.shape[-1], q.dtype, len(offsets) - 1))
+    tile = tile_for(longest, q.shape[-1], q.dtype, len(offsets) - 1, typical, weight is not None)
+    return run(q, k, v, offsets, longest, weight, tile)
 
 
 def run(
@@ -150,7 +125,7 @@ def run(
     """The kernel with a tile of one's own."""
     room, heads, width = q.shape
     out = torch.empty(room, heads, width, dtype=v.dtype, device=v.device)
-    tm, tn, warps, stages, few = tile
+    tm, tn, warps, stages = tile
     grid = (triton.cdiv(longest, tm), (len(offsets) - 1) * heads)
     _attend_kernel[grid](
         q,
@@ -167,7 +142,6 @@ def run(
         WIDE=power_of_two(width),
         TM=tm,
         TN=tn,
-        FEW=few,
         WEIGHTED=weight_kind(weight),
         PRECISION=precision(q.dtype),
         num_warps=warps,
@@ -177,23 +151,38 @@ def run(
 
 
 @_attend.register_fake
-def _(q, k, v, offsets, longest, weight):
+def _(q, k, v, offsets, longest, weight, typical):
     return v.new_empty(v.shape)
 
 
-def tile_for(longest: int, width: int, dtype: torch.dtype, images: int) -> tuple[int, int, int, int, int]:
-    """Queries, keys, warps, stages, and how few queries are a tile of their own (16 is the least that tensor cores
-    take; it was no faster). Measured on an H200 (benchmarks/h200/attention_tiles.csv)."""
+def tile_for(
+    longest: int, width: int, dtype: torch.dtype, images: int, typical: int, weighted: bool
+) -> tuple[int, int, int, int]:
+    """Queries, keys, warps and stages for so many images of `typical` rows. Measured on an H200
+    (benchmarks/attention_tiles.py)."""
     if dtype == torch.float32 or width > 64:
-        return (64, 32, 4, 2, 0)
-    return (64, 32, 4, 3, 0) if longest <= 256 and images > 64 else (64, 64, 4, 3, 0)
+        return (64, 32, 4, 2)
+    if images > 64 and longest <= 256:
+        return (64, 32, 4, 3)
+    if typical > 120:
+        return (64, 64, 4, 3)
+    return (64, 128, 4, 2) if weighted and typical > 64 else (64, 64, 4, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
-    """As the reference, with the kernel where it can run; `longest` bounds the rows of an image.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    weight: Tensor | None = None,
+    typical: int | None = None,
+) -> Tensor:
+    """As the reference, with the kernel where it can run; `longest` bounds the rows of an image, `typical` is what is
+    expected, and chooses the tile.
 
     Rows of no image are not written."""
     if not usable(q.device):
         return reference(q, k, v, offsets, weight)
     q, k, v = alike(q, k, v)
-    return _attend(q, k, v, offsets, longest, log2_weight(weight))
+    return _attend(q, k, v, offsets, longest, log2_weight(weight), longest if typical is None else typical)
