@@ -21,6 +21,7 @@ from .dial import Budgets, Turn, turns
 from .errors import UserError
 from .folded import Folded, possible
 from .layouts import PackedOnDevice
+from .ops.compact import joined
 from .output import Output
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def _tensors(output: Output, first: list[int]) -> list[Tensor]:
         values = [torch.cat([value.flatten() for value in values])]
     masks = [trace.attended] if trace.updated is trace.attended else [trace.attended, trace.updated]
     masks += [torch.stack([output.spent[i].present for i in first])] if first else []
-    return [*values, torch.cat(masks) if len(masks) > 1 else masks[0].contiguous()]
+    return [*values, joined(masks) if len(masks) > 1 else masks[0].contiguous()]
 
 
 def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:

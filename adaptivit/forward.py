@@ -19,7 +19,7 @@ from . import backbone
 from .backbone import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
-from .decision import Drop, Keep, Step, Trace, When, detached
+from .decision import Drop, Keep, Merge, Step, Trace, When, detached
 from .layouts import Ending, Layout
 from .ops.compact import stacked
 from .output import Output
@@ -79,7 +79,7 @@ def forward(
             run.read_alone = True
         blocks.mlp(block, layout, taps)
         view.found.update(taps.found or {})
-        run.decided_inside = run.decided_inside or "decided" in view.found
+        run.masks_of_kernels = run.masks_of_kernels or "decided" in view.found
 
         layout.come_back()
         run.answer(layer, "after", policy.after(view, state))
@@ -93,12 +93,16 @@ def forward(
         run.pooled = readout.shape[1]
     features, logits = backbone.head(vit, readout)
     always = all(mask is run.attended[0] for mask in run.attended)  # then one copy serves every layer
-    stack = stacked if run.decided_inside else torch.stack
-    attended = run.attended[0].expand(shape.layers, -1, -1) if always else stack(run.attended)
     same = all(a is b for a, b in zip(run.attended, run.updated, strict=True))
+    if always and same:
+        attended = updated = run.attended[0].expand(shape.layers, -1, -1)
+    else:
+        masks = run.attended if same else run.attended + run.updated
+        made = stacked(masks) if run.masks_of_kernels else torch.stack(masks)
+        attended, updated = made[: shape.layers], made[-shape.layers :]
     trace = Trace(
         attended,
-        attended if same else stack(run.updated),
+        attended if same else updated,
         shape.prefix,
         tuple(run.steps),
         policy.facts(state) | run.noted_facts(),
@@ -140,7 +144,7 @@ class _Run:
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     read_alone: bool = False  # in the last MLP
-    decided_inside: bool = False  # some decision was made in a product (ops/gate.py)
+    masks_of_kernels: bool = False  # some masks come from kernels of ours: decisions made in fc1, and merges
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]
@@ -162,6 +166,7 @@ class _Run:
         if self.keeps and isinstance(decision, Drop) and decision.zeroed:
             self.keep_last(decision.leaving & self.layout.live, self.layout.leading())
         self.layout.carry_out(decision, when)  # type: ignore[arg-type]
+        self.masks_of_kernels = self.masks_of_kernels or isinstance(decision, Merge)
         self.steps.append(Step(layer, when, detached(decision)))  # type: ignore[arg-type]
 
     def noted_facts(self) -> dict[str, Tensor]:

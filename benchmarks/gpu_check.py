@@ -234,17 +234,21 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
     place, _, offsets, index = compact.reference(live, cells)
     rows = rows_of(int(offsets[-1]), torch.cat([rows[index], rows[-3:]]))
     scale, count = torch.rand(batch, slots, device="cuda"), kept if equal else None
-    got = merge.merge(rows, live, into, scale, place, count)
+    got, _, _ = merge.merge(rows, live, into, scale, place, count)
     want = merge.reference(rows.double(), live, into, scale.double(), place, count)
     number = int(want[4][-1])
     close(f"merge {name}", got[0][:number], want[0][:number], {torch.float32: 2e-6}.get(dtype, BOUND[dtype] / 2))
     same(f"merge's places {name}", got[1:], want[1:])
-    again, moments = merge.merge_measured(rows, live, into, scale, place, count)
+    again, moments, weight = merge.merge(rows, live, into, scale, place, count, scale, True)
+    assert moments is not None
+    assert weight is not None
+    logs = scale.flatten()[got[3][:number].long()].double().log2()
+    close(f"merge's weights {name}", weight[:number], logs, 1e-6)
     known = norm_folded.reference_moments(again[0][:number].double(), merge.PIECE)
     close(f"merge's moments {name}", moments[..., :number], known, 1e-5)
     bad = rows.clone()
     bad[0] = float("nan")
-    found = merge.merge(bad, live, into, scale, place, count)[0][:number]
+    found = merge.merge(bad, live, into, scale, place, count)[0][0][:number]
     known = merge.reference(bad, live, into, scale, place, count)[0][:number]
     same(f"a bad row in merge {name}", (found.isfinite(),), (known.isfinite(),))
     took_part = live & stay

@@ -145,7 +145,8 @@ def check_merge(
     place, cells, _, _ = compact.reference(live, torch.arange(live.numel(), dtype=torch.int32, device=DEVICE))
     rows = noise(number + 5, width, seed=seed + 2, dtype=dtype, live=number)
     room = after if equal else None
-    found = merge.merge(rows, live, into, scale, place, room)
+    found, *nothing = merge.merge(rows, live, into, scale, place, room)
+    assert nothing == [None, None]
     expected = merge.reference(rows.double(), live, into, scale.double(), place, room)
     # and by a loop over the tokens
     stays, sums, cell_list = [], [], cells[:number].tolist()
@@ -166,7 +167,11 @@ def check_merge(
     if stays:
         assert_near(found[0][: len(stays)], torch.stack(sums), ROUNDING[dtype])
         assert_near(expected[0][: len(stays)], torch.stack(sums), 1e-12)
-    again, moments = merge.merge_measured(rows, live, into, scale, place, room)
+    size = 1 + noise(batch, slots, seed=seed + 3).abs()
+    again, moments, weight = merge.merge(rows, live, into, scale, place, room, size, True)
+    assert moments is not None
+    assert weight is not None
+    assert_near(weight[: len(stays)], size.flatten()[found[3][: len(stays)].long()].double().log2(), 1e-6)
     for one, two in zip(again, found, strict=True):
         assert torch.equal(one[: len(stays)] if one is again[0] else one, two[: len(stays)] if two is found[0] else two)
     check_moments(moments, again[0], len(stays), merge.PIECE)
@@ -201,11 +206,11 @@ def test_a_bad_row_reaches_only_those_that_it_joins(equal: bool, bad: float) -> 
     into, scale = meeting(live, 25, "plain", 1)
     place = torch.arange(120, dtype=torch.int32, device=DEVICE)
     clean = noise(120, 80)
-    before = merge.merge(clean, live, into, scale, place, 25 if equal else None)
+    before = merge.merge(clean, live, into, scale, place, 25 if equal else None)[0]
     for b, i in ((0, 3), (1, 17), (1, 18), (2, 39)):
         rows = clean.clone()
         rows[b * 40 + i, 70] = bad
-        found = merge.merge(rows, live, into, scale, place, 25 if equal else None)
+        found = merge.merge(rows, live, into, scale, place, 25 if equal else None)[0]
         target = int(before[2][b * 40 + int(into[b, i])])
         same = torch.ones(75, 80, dtype=torch.bool, device=DEVICE)
         same[target, 70] = False
@@ -289,7 +294,7 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check(select._top, (noise(2, 5), live, 3, False))
     check(compact._order, (equally(2, 5, 3, 1), first, 3))
     for measures in (False, True):
-        check(merge._merge, (noise(10, 80), live, into, scale, first, 3, measures))
+        check(merge._merge, (noise(10, 80), live, into, scale, first, 3, scale if measures else None, measures))
         check(back._back, (noise(10, 16), first, noise(10, 16), first, None, None, measures))
     check(merge._join, (into, scale, live, None))
     check(merge._join, (into, scale, live, scale))
@@ -306,7 +311,7 @@ def test_without_kernels_the_references_run(monkeypatch: pytest.MonkeyPatch) -> 
     rows = noise(10, 16)
     assert torch.equal(select.top(scale, live, 2), literal_top(scale, live, 2))
     assert torch.equal(
-        merge.merge(rows, live, into, scale, first)[0], merge.reference(rows, live, into, scale, first)[0]
+        merge.merge(rows, live, into, scale, first)[0][0], merge.reference(rows, live, into, scale, first)[0]
     )
     size = scale.clone().requires_grad_()
     merge.join(into, size, live)[0].sum().backward()

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
 from ..ops.back import back, back_measured
-from ..ops.merge import PIECE, merge, merge_measured
+from ..ops.kernels import Log2
+from ..ops.merge import PIECE, merge
 from .base import Layout, Moments, Plan, Stream, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
@@ -39,6 +40,7 @@ class PackedOnDevice(Layout):
         self._counted = False  # some rows are behind the live ones
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
+        self._sizes: Log2 | None = None  # of the rows as they are
         self._known: tuple[Tensor, Tensor] | None = None  # who is here [B, N], and the same for every row [R]
         self._parked = x[:, :read]  # [B, read, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
@@ -81,7 +83,7 @@ class PackedOnDevice(Layout):
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
-        self._known = None
+        self._known = self._sizes = None
 
     def drop(self, decision: Drop) -> None:
         stay = self.live > decision.leaving if decision.stays is None else decision.stays  # in one kernel, or none
@@ -120,33 +122,34 @@ class PackedOnDevice(Layout):
         else:
             self.put(back(*given))
         self.cells, self.place, self.offsets = cells, place, offsets
+        self._sizes = None
         self._counted, self._thin, self._moved = kind
         self.here, self._aside = self.live, None
 
     def merge(self, decision: Merge) -> None:
         stay = self.live & (decision.into == torch.arange(self.slots, device=self.live.device))
         self._park()
+        size = self.size if decision.size is None else decision.size
         given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
-        if self.measures:
-            merged, values = merge_measured(self.rows, *given, room)
-            moments: Moments | None = Moments(values, PIECE)
-        else:
-            merged, moments = merge(self.rows, *given, room), None
+        merged, values, weight = merge(self.rows, *given, room, size, self.measures)
         rows, stay, self.place, self.cells, self.offsets = merged
-        self.put(rows, moments)
+        self.put(rows, None if values is None else Moments(values, PIECE))
         self.live = self.here = stay
         self._counted = self._moved = True
         self._thin = False
-        self.size = self.size if decision.size is None else decision.size
+        self.size = size
+        self._sizes = None if weight is None else Log2(weight)
 
     def _typical(self) -> int:
         """Rows that are expected of an image."""
         return self.plan.expected(self.layer, self.batch * self.slots) // self.batch
 
-    def _row_weight(self) -> Tensor | None:
+    def _row_weight(self) -> Tensor | Log2 | None:
         """[R] of every row as a key: None for all ones, bool, or float32."""
         if self.size is None and not self._thin:
             return None
+        if self._sizes is not None and not self._thin:
+            return self._sizes
         if self.size is None and self._known is not None and self._known[0] is self.here:
             return self._known[1]
         weight = self.here if self.size is None else self.size * self.here if self._thin else self.size

@@ -56,6 +56,8 @@ class Meeting:
     target: Tensor  # [B N] int32, written: the new rows that they join
     part: Tensor  # [B N] float32, written: their scale
     number: Tensor  # [B] int32, written: how many there are
+    size: Tensor | None = None  # [B, N] float32 of each token from now on
+    weight: Tensor | None = None  # [R] float32, written: its binary logarithm for each row that stays
 
 
 if triton is not None:
@@ -91,6 +93,8 @@ if triton is not None:
         target_pointer,
         part_pointer,
         number_pointer,
+        size_pointer,
+        weight_pointer,
         batch,
         slots,
         count,
@@ -99,6 +103,7 @@ if triton is not None:
         COUNTED: tl.constexpr,
         EQUAL: tl.constexpr,
         MEETS: tl.constexpr,
+        SIZED: tl.constexpr,
     ):
         image = tl.program_id(0)
         slot = tl.arange(0, WIDE)
@@ -147,6 +152,9 @@ if triton is not None:
             tl.store(target_pointer + at, target, mask=joins)
             tl.store(part_pointer + at, scale, mask=joins)
             tl.store(number_pointer + image, tl.sum(joins.to(tl.int32), 0))
+            if SIZED:
+                size = tl.load(size_pointer + cell, mask=inside, other=1.0)
+                tl.store(weight_pointer + row, tl.log2(size), mask=stay)
 
 
 def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | None = None) -> Order:
@@ -159,10 +167,11 @@ def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | 
     counted = not equal and wide * images > 16384
     tile = wide * (1 if equal or counted else images)
     counts = before.new_empty(batch) if counted else before
-    lists = [before] * 8
+    lists = [before] * 10
     if meeting is not None:
         m = meeting
         lists = [m.into, m.scale, m.stay.view(torch.uint8), m.own, m.source, m.target, m.part, m.number]
+        lists += [before if t is None else t for t in (m.size, m.weight)]
     if counted:
         _count_kernel[(batch,)](flags, lists[0], counts, slots, WIDE=wide, MEETS=meets)
     _order_kernel[(batch,)](
@@ -172,6 +181,7 @@ def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | 
         COUNTED=counted,
         EQUAL=equal,
         MEETS=meets,
+        SIZED=meeting is not None and meeting.size is not None,
         num_warps=4 if tile <= 4096 else 8,
     )
     return place, cells, offsets, index
@@ -215,6 +225,21 @@ def stacked(masks: Sequence[Tensor]) -> Tensor:
     """torch.stack in one launch, where the masks come from kernels of ours: torch.compile would copy each by itself, as
     soon as it is there (and where it has made them, it writes the copy with them)."""
     return _stacked(masks) if run_on(masks[0]) else torch.stack(list(masks))
+
+
+@torch.library.custom_op("adaptivit::joined", mutates_args=())
+def _joined(masks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(masks))
+
+
+@_joined.register_fake
+def _(masks):
+    return masks[0].new_empty(sum(len(m) for m in masks), *masks[0].shape[1:])
+
+
+def joined(masks: Sequence[Tensor]) -> Tensor:
+    """torch.cat in one launch; see stacked."""
+    return _joined(masks) if run_on(masks[0]) else torch.cat(list(masks))
 
 
 def order(stay: Tensor, before: Tensor, count: int | None = None) -> Order:

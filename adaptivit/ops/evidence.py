@@ -15,7 +15,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import LOG2E, alike, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
+from .kernels import (
+    LOG2E,
+    Log2,
+    alike,
+    as_pointer,
+    log2_weight,
+    power_of_two,
+    precision,
+    tl,
+    triton,
+    usable,
+    weight_kind,
+)
 
 
 def reference(q: Tensor, k: Tensor, offsets: Tensor, weight: Tensor | None, queries: str) -> Tensor:
@@ -217,13 +229,15 @@ def _(q, k, offsets, longest, weight):
     return q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def class_row(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
+def class_row(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | Log2 | None = None) -> Tensor:
     if not usable(q.device):
+        assert not isinstance(weight, Log2)
         return reference(q, k, offsets, weight, "class")
     return _class_row(*alike(q, k), offsets, longest, log2_weight(weight)).sum(1)
 
 
-def received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | None = None) -> Tensor:
+def received(q: Tensor, k: Tensor, offsets: Tensor, longest: int, weight: Tensor | Log2 | None = None) -> Tensor:
     if not usable(q.device):
+        assert not isinstance(weight, Log2)
         return reference(q, k, offsets, weight, "all")
     return _received(*alike(q, k), offsets, longest, log2_weight(weight)).sum(1)

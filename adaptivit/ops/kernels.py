@@ -8,6 +8,7 @@ many there are. What lies behind them in a buffer is left over from before and m
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -22,6 +23,7 @@ except ImportError:  # torch for CPUs comes without it
 __all__ = [
     "INTERPRETED",
     "LOG2E",
+    "Log2",
     "alike",
     "as_pointer",
     "blank",
@@ -89,8 +91,17 @@ def live(rows: Tensor | None, values: Tensor) -> int:
     return len(values) if rows is None else int(rows[0])
 
 
-def log2_weight(weight: Tensor | None) -> Tensor | None:
+@dataclass(frozen=True)
+class Log2:
+    """A key's weight, of which the binary logarithm is known."""
+
+    values: Tensor  # [R] float32
+
+
+def log2_weight(weight: Tensor | Log2 | None) -> Tensor | None:
     """What the kernels read of a key's weight: a boolean one as it is, of others the binary logarithm."""
+    if isinstance(weight, Log2):
+        return weight.values
     return weight if weight is None or weight.dtype == torch.bool else weight.log2()
 
 

@@ -7,7 +7,8 @@ place [B N]; into [B, N] the slot that each token goes to, its own if it stays, 
     row'_j = sum of scale_i row_i over the live i with into_i = j      for the live j with into_j = j
 
 in float32, rounded once. A row that is not finite reaches those that it joins (as NaN) and nobody else. The rows can be
-measured on the way, for a norm that is worked into the product behind it (norm_folded.py).
+measured on the way, for a norm that is worked into the product behind it (norm_folded.py), and sizes brought to them,
+as the attention kernels take weights.
 """
 
 from __future__ import annotations
@@ -166,9 +167,16 @@ if triton is not None:
 
 @torch.library.custom_op("adaptivit::merge", mutates_args=())
 def _merge(
-    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None, measures: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The kernel; the moments are empty where they are not asked for."""
+    rows: Tensor,
+    live: Tensor,
+    into: Tensor,
+    scale: Tensor,
+    place: Tensor,
+    count: int | None,
+    size: Tensor | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel; moments are empty where they are not asked for, weights where there are no sizes."""
     batch, slots = live.shape
     longest = slots if count is None else count
     room, width, tall = batch * longest, rows.shape[1], 32
@@ -177,7 +185,8 @@ def _merge(
     own = torch.empty(room, dtype=torch.float32, device=rows.device)
     source, target = (place.new_empty(batch * slots) for _ in range(2))
     part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
-    meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number)
+    weight = torch.empty(0 if size is None else room, dtype=torch.float32, device=rows.device)
+    meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number, size, weight)
     after, cells, offsets, index = compact.arrange(live, place, count, meeting)
     across = triton.cdiv(width, PIECE)
     moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
@@ -193,16 +202,17 @@ def _merge(
         EXACT=rows.dtype == torch.float32,
         PRECISION=precision(rows.dtype),
     )
-    return out, stay, after, cells, offsets, moments
+    return out, stay, after, cells, offsets, moments, weight
 
 
 @_merge.register_fake
-def _(rows, live, into, scale, place, count, measures):
+def _(rows, live, into, scale, place, count, size, measures):
     batch, slots = live.shape
     room = batch * (slots if count is None else count)
     out, stay = rows.new_empty(room, rows.shape[1]), torch.empty_like(live)
     moments = rows.new_empty(-(-rows.shape[1] // PIECE) if measures else 0, 2, room, dtype=torch.float32)
-    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1), moments
+    weight = rows.new_empty(0 if size is None else room, dtype=torch.float32)
+    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1), moments, weight
 
 
 @torch.library.custom_op("adaptivit::join", mutates_args=())
@@ -225,20 +235,26 @@ def _(into, size, present, say):
     return torch.empty_like(size), torch.empty_like(size)
 
 
-def merge(rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None) -> Merged:
-    """As the reference, with the kernels where they can run; rows behind the last live one are not written."""
+def merge(
+    rows: Tensor,
+    live: Tensor,
+    into: Tensor,
+    scale: Tensor,
+    place: Tensor,
+    count: int | None = None,
+    size: Tensor | None = None,
+    measures: bool = False,
+) -> tuple[Merged, Tensor | None, Tensor | None]:
+    """As the reference, with the kernels where they can run; rows behind the last live one are not written. And there,
+    with `measures`, the moments [P, 2, R'] of the rows after, of PIECE columns each (norm_folded.py), and with `size`
+    [B, N] its binary logarithm for every row [R']; else None."""
     if not usable(rows.device) or rows.dtype == torch.float64:
-        return reference(rows, live, into, scale, place, count)
-    return _merge(rows, *(t.contiguous() for t in (live, into, scale.float())), place, count, False)[:5]
-
-
-def merge_measured(
-    rows: Tensor, live: Tensor, into: Tensor, scale: Tensor, place: Tensor, count: int | None = None
-) -> tuple[Merged, Tensor]:
-    """The kernel's, and the moments [P, 2, R'] of the rows after, of PIECE columns each (norm_folded.py)."""
-    *merged, moments = _merge(rows, *(t.contiguous() for t in (live, into, scale.float())), place, count, True)
-    out, stay, after, cells, offsets = merged
-    return (out, stay, after, cells, offsets), moments
+        return reference(rows, live, into, scale, place, count), None, None
+    size = None if size is None else size.float().contiguous()
+    given = (t.contiguous() for t in (live, into, scale.float()))
+    out, stay, after, cells, offsets, moments, weight = _merge(rows, *given, place, count, size, measures)
+    merged = (out, stay, after, cells, offsets)
+    return merged, moments if measures else None, None if size is None else weight
 
 
 def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import LOG2E, alike, as_pointer, log2_weight, power_of_two, precision, tl, triton, usable, weight_kind
+from .kernels import (
+    LOG2E,
+    Log2,
+    alike,
+    as_pointer,
+    log2_weight,
+    power_of_two,
+    precision,
+    tl,
+    triton,
+    usable,
+    weight_kind,
+)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -175,7 +187,7 @@ def attend(
     v: Tensor,
     offsets: Tensor,
     longest: int,
-    weight: Tensor | None = None,
+    weight: Tensor | Log2 | None = None,
     typical: int | None = None,
 ) -> Tensor:
     """As the reference, with the kernel where it can run; `longest` bounds the rows of an image, `typical` is what is
@@ -183,6 +195,7 @@ def attend(
 
     Rows of no image are not written."""
     if not usable(q.device):
+        assert not isinstance(weight, Log2)
         return reference(q, k, v, offsets, weight)
     q, k, v = alike(q, k, v)
     return _attend(q, k, v, offsets, longest, log2_weight(weight), longest if typical is None else typical)
