@@ -37,6 +37,7 @@ from adaptivit.ops import (
     similar,
     weighted_kernels,
 )
+from adaptivit.ops.worth import Worth
 from adaptivit.profiles import drawn_trace
 
 
@@ -163,6 +164,12 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     with torch.inference_mode():
         ranked = meet.meet(units, patches_, here, size, say, None, score, 3)
         same(f"meet, ranked {name}", ranked, meet.meet(units, patches_, here, size, say, rest, None, 0))
+        worth = Worth(score.abs(), found[0].clamp(-1, 1), 0.5, 0.5)
+        by, its = worth.numbers(size)
+        one, two = (meet.meet(units, patches_, here, size, *s, 3) for s in ((None, None, worth), (its, None, by)))
+        assert one is not None and two is not None  # noqa: PT018
+        same(f"meet, by worth {name}", one[:1], two[:1])
+        close(f"meet, by worth, scale {name}", one[1], two[1], 1e-6)
     if not ragged_rows and slots > 3:
         order = torch.stack([torch.cat([cells.new_zeros(1), torch.randperm(slots - 1, device="cuda") + 1])] * 9)
         a, b = order[:, ::2], order[:, 1::2]

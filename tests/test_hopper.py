@@ -106,9 +106,11 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype) -> None:
 def test_patches_that_fold(ranked: bool) -> None:
     """197 tokens with heads of 64."""
     types = {f"{name}_pointer": "*u8" for name in ("patches", "here", "leaving")}
-    types |= {f"{name}_pointer": "*fp32" for name in ("score", "size", "say", "scale", "after")}
+    types |= {f"{name}_pointer": "*fp32" for name in ("score", "alike", "size", "say", "scale", "after")}
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
+    types |= {"power": "fp32", "value": "fp32"}
     constants = {"d": 64, "WIDE": 64, "ALL": 256, "TM": 32, "TN": 64, "RANKED": ranked, "SUMS": True, "SAYS": True}
+    constants |= dict.fromkeys(("WORTH", "LIKENESS", "POWER_HALF", "VALUE_HALF"), ranked)
     shared_memory(meet._meet_kernel, types, constants, num_warps=8)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from adaptivit.errors import UserError
 from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
 from adaptivit.ops import meet, merge, select, similar
+from adaptivit.ops.worth import Worth
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -86,6 +87,27 @@ def test_by_rank(kind: str) -> None:
     score[:, 5::11] = float("nan")
     for count in (0, 1, 20, 69, 100):
         check(rows, patches, select.reference(score, patches, count, rest=True), True, score, count)
+
+
+@here
+@torch.inference_mode()
+@pytest.mark.parametrize(("power", "value"), [(0.5, 0.5), (1.0, 0.0), (0.3, 0.7)])
+@pytest.mark.parametrize("likeness", [True, False])
+def test_by_worth(likeness: bool, power: float, value: float) -> None:
+    """Found on the way, it is what its own kernel says."""
+    rows = Rows(tokens("ragged", 70), 2, 32, torch.float32, "ragged")
+    patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
+    seen, size = numbers(4, 70), numbers(4, 70).mul(9).round()
+    alike_ = 2 * torch.rand(4, 70, generator=random()).to(DEVICE) - 1 if likeness else None
+    given = Worth(seen, alike_, power, value)
+    score, say = given.numbers(size)
+    for count in (0, 20, 69):
+        found = alike(rows).meet(patches, size, score=given, count=count)
+        expected = alike(rows).meet(patches, size, say, score=score, count=count)
+        assert torch.equal(found[0], expected[0])
+        for one, two in zip(found[1:], expected[1:], strict=True):
+            assert one.isfinite().all()
+            assert (one - two).abs().max() <= 1e-6 * two.abs().max()
 
 
 @here

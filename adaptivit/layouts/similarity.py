@@ -19,6 +19,7 @@ from ..ops import meet, similar
 from ..ops.meet import Met
 from ..ops.merge import join
 from ..ops.select import top
+from ..ops.worth import Worth
 
 
 def mean_key(k: Tensor) -> Tensor:
@@ -52,11 +53,12 @@ class Similarity(ABC):
         say: Tensor | None = None,
         *,
         leaving: Tensor | None = None,
-        score: Tensor | None = None,
+        score: Tensor | Worth | None = None,
         count: int = 0,
     ) -> Met:
         """joins(), and what comes of it: the part of each in the mean, weighted by `say` (by default the sizes), and
-        the sizes after, [B, N] each. Who leaves: `leaving`, or all patches but the `count` with the highest score."""
+        the sizes after, [B, N] each. Who leaves: `leaving`, or all patches but the `count` with the highest score; a
+        Worth has a say too."""
         if (leaving is None) == (score is None):
             raise UserError(
                 f"meet: expected leaving, or score and count; got {'neither' if score is None else 'both'}."
@@ -64,6 +66,8 @@ class Similarity(ABC):
         at_once = self._at_once(patches, size, say, leaving, score, count)
         if at_once is not None:
             return at_once
+        if isinstance(score, Worth):
+            score, say = score.numbers(size)
         if score is not None:
             leaving = top(score, patches, count, rest=True)
         assert leaving is not None

@@ -199,16 +199,17 @@ def _(stay, before, count):
     return before.new_empty(batch * slots), cells, before.new_empty(batch + 1), index
 
 
-@torch.library.custom_op("adaptivit::steps", mutates_args=())
+_steps: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
 def steps(like: Tensor, stop: int, step: int) -> Tensor:
-    """[stop / step] 0, step, 2 step ..., int32. An operation of its own, since torch.compile would write a plain arange
-    anew for each of its readers."""
-    return torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
-
-
-@steps.register_fake
-def _(like, stop, step):
-    return like.new_empty(-(-stop // step), dtype=torch.int32)
+    """[stop / step] 0, step, 2 step ..., int32: made once and kept for good, since a CUDA graph reads it where it is.
+    Not to be written to."""
+    key = (like.device, stop, step)
+    if key not in _steps:
+        with torch.inference_mode(False):
+            _steps[key] = torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
+    return _steps[key]
 
 
 @torch.library.custom_op("adaptivit::stacked", mutates_args=())

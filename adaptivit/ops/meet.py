@@ -2,7 +2,8 @@
 """Patches that leave fold into their likeness: whom each joins, what is its part in the mean, what sizes come of it.
 
 Shapes: B images, N slots; all [B, N]. units [B N, 2, d] as in similar.py; here: who takes part; patches: who may leave
-and be joined; leaving, or score and count: all patches but the `count` with the highest score leave (select.py).
+and be joined; leaving, or score and count: all patches but the `count` with the highest score leave (select.py). Score
+and say may be found on the way (worth.py).
 
     into   of a leaving patch that is here the most similar patch here that stays, of equals the first; -1 where there
            is none, and of others that leave; of whoever does not leave the own slot
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from . import similar
 from .kernels import power_of_two, tl, triton, usable
+from .worth import Worth
 
 if triton is not None:
     from .select import _higher
     from .similar import _cosines, _unit
+    from .worth import _say, _score
 
 Met = tuple[Tensor, Tensor, Tensor]
 
@@ -43,7 +46,8 @@ if triton is not None:
         patches_pointer,
         here_pointer,
         leaving_pointer,
-        score_pointer,
+        score_pointer,  # with WORTH: attention seen
+        alike_pointer,
         size_pointer,
         say_pointer,
         into_pointer,
@@ -52,6 +56,8 @@ if triton is not None:
         list_pointer,  # [B, N] room for the slots of those that leave
         slots,
         count,
+        power,
+        value,
         d: tl.constexpr,
         WIDE: tl.constexpr,
         ALL: tl.constexpr,  # slots, rounded up
@@ -60,6 +66,10 @@ if triton is not None:
         RANKED: tl.constexpr,
         SUMS: tl.constexpr,
         SAYS: tl.constexpr,
+        WORTH: tl.constexpr,
+        LIKENESS: tl.constexpr,
+        POWER_HALF: tl.constexpr,
+        VALUE_HALF: tl.constexpr,
     ):
         first_cell = tl.program_id(0).to(tl.int64) * slots
         units_pointer += first_cell * (2 * d)
@@ -69,7 +79,11 @@ if triton is not None:
         patch = tl.load(patches_pointer + cell, mask=inside, other=0) != 0
         here = tl.load(here_pointer + cell, mask=inside, other=0) != 0
         if RANKED:
-            leaves = patch & (_above(score_pointer, patches_pointer, first_cell, slot, slots, ALL, 16) >= count)
+            above = _above(
+                *(score_pointer, alike_pointer, patches_pointer, first_cell, slot, slots, power),
+                *(ALL, 16, WORTH, LIKENESS, POWER_HALF),
+            )
+            leaves = patch & (above >= count)
         else:
             leaves = tl.load(leaving_pointer + cell, mask=inside, other=0) != 0
         asks = leaves & patch & here
@@ -103,7 +117,11 @@ if triton is not None:
                 brought = tl.load(size_pointer + first_cell + who, mask=real, other=0.0)
                 total += tl.sum(tl.where(hit, brought[:, None], 0.0), 0)
                 if SAYS:
-                    said = tl.load(say_pointer + first_cell + who, mask=real, other=0.0)
+                    if WORTH:
+                        seen = tl.load(score_pointer + first_cell + who, mask=real, other=0.0)
+                        said = tl.where(real, _say(seen, brought, value, VALUE_HALF), 0.0)
+                    else:
+                        said = tl.load(say_pointer + first_cell + who, mask=real, other=0.0)
                     whole += tl.sum(tl.where(hit, said[:, None], 0.0), 0)
         if SUMS:
             tl.debug_barrier()
@@ -111,7 +129,10 @@ if triton is not None:
             size = tl.load(size_pointer + cell, mask=inside, other=0.0)
             say = size
             if SAYS:
-                say = tl.load(say_pointer + cell, mask=inside, other=0.0)
+                if WORTH:
+                    say = _say(tl.load(score_pointer + cell, mask=inside, other=0.0), size, value, VALUE_HALF)
+                else:
+                    say = tl.load(say_pointer + cell, mask=inside, other=0.0)
                 there = tl.gather(whole + say, tl.maximum(into, 0), 0)
             else:
                 there = tl.gather(total + size, tl.maximum(into, 0), 0)
@@ -120,14 +141,47 @@ if triton is not None:
             tl.store(after_pointer + cell, tl.where(here & (into == slot), total + size, size), mask=inside)
 
     @triton.jit
-    def _above(score_pointer, patches_pointer, first_cell, slot, slots, ALL: tl.constexpr, PART: tl.constexpr):
+    def _scores(
+        score_pointer,
+        alike_pointer,
+        cell,
+        inside,
+        power,
+        WORTH: tl.constexpr,
+        LIKENESS: tl.constexpr,
+        HALF: tl.constexpr,
+    ):
+        score = tl.load(score_pointer + cell, mask=inside, other=0.0)
+        if WORTH:
+            alike = score
+            if LIKENESS:
+                alike = tl.load(alike_pointer + cell, mask=inside, other=0.0)
+            score = _score(score, alike, power, LIKENESS, HALF)
+        return score
+
+    @triton.jit
+    def _above(
+        score_pointer,
+        alike_pointer,
+        patches_pointer,
+        first_cell,
+        slot,
+        slots,
+        power,
+        ALL: tl.constexpr,
+        PART: tl.constexpr,
+        WORTH: tl.constexpr,
+        LIKENESS: tl.constexpr,
+        HALF: tl.constexpr,
+    ):
         """[ALL] how many patches are above each token, as in select.py."""
-        mine = tl.load(score_pointer + first_cell + slot, mask=slot < slots, other=0.0)
+        from_here = first_cell + slot
+        mine = _scores(score_pointer, alike_pointer, from_here, slot < slots, power, WORTH, LIKENESS, HALF)
         above = tl.zeros((ALL,), dtype=tl.int32)
         for first in range(0, slots, PART):
             j = first + tl.arange(0, PART)
             there = tl.load(patches_pointer + first_cell + j, mask=j < slots, other=0) != 0
-            other = tl.load(score_pointer + first_cell + j, mask=j < slots, other=0.0)
+            other = _scores(score_pointer, alike_pointer, first_cell + j, j < slots, power, WORTH, LIKENESS, HALF)
             above += tl.sum((_higher(other, j, mine, slot) & there[None, :]).to(tl.int32), 1)
         return above
 
@@ -142,17 +196,23 @@ def _meet(
     count: int,
     size: Tensor | None,
     say: Tensor | None,
+    alike: Tensor | None = None,
+    power: float | None = None,
+    value: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel; without sizes `into` alone, and two empty tensors."""
+    """The kernel; without sizes `into` alone, and two empty tensors. With power and value, of a Worth, score is
+    the attention that was seen."""
     batch, slots = here.shape
     width, every = units.shape[-1], power_of_two(slots)
     into = torch.empty(batch, slots, dtype=torch.long, device=here.device)
     scale, after = (here.new_empty(here.shape if size is not None else (0,), dtype=torch.float32) for _ in range(2))
     flags = [t.view(torch.uint8) for t in (patches, here, patches if leaving is None else leaving)]
-    numbers = [after if t is None else t for t in (score, size, say)]
+    numbers = [after if t is None else t for t in (score, alike, size, say)]
+    worth = power is not None
     if into.numel():
         _meet_kernel[(batch,)](
-            *(units, *flags, *numbers, into, scale, after, torch.empty_like(into, dtype=torch.int32), slots, count),
+            *(units, *flags, *numbers, into, scale, after, torch.empty_like(into, dtype=torch.int32)),
+            *(slots, count, power or 0.0, value),
             d=width,
             WIDE=power_of_two(width),
             ALL=every,
@@ -160,14 +220,18 @@ def _meet(
             TN=64,
             RANKED=leaving is None,
             SUMS=size is not None,
-            SAYS=say is not None,
+            SAYS=say is not None or worth,
+            WORTH=worth,
+            LIKENESS=alike is not None,
+            POWER_HALF=power == 0.5,
+            VALUE_HALF=value == 0.5,
             num_warps=4 if every < 256 else 8 if every <= 512 else 16,
         )
     return into, scale, after
 
 
 @_meet.register_fake
-def _(units, patches, here, leaving, score, count, size, say):
+def _(units, patches, here, leaving, score, count, size, say, alike=None, power=None, value=0.5):
     into = here.new_empty(here.shape, dtype=torch.long)
     shape = here.shape if size is not None else (0,)
     return into, here.new_empty(shape, dtype=torch.float32), here.new_empty(shape, dtype=torch.float32)
@@ -187,13 +251,23 @@ def meet(
     size: Tensor,
     say: Tensor | None,
     leaving: Tensor | None,
-    score: Tensor | None,
+    score: Tensor | Worth | None,
     count: int,
 ) -> Met | None:
     """into, scale and size', means being weighted by `say`, by default the sizes. None where the kernel cannot run, or
     somebody wants a gradient: then top, joins and merge.join do it one after the other (layouts/similarity.py)."""
-    floats = all(t is None or t.dtype == torch.float32 for t in (score, size, say))
+    worth = score if isinstance(score, Worth) else None
+    score, alike = (score, None) if not isinstance(score, Worth) else (score.seen, score.alike)
+    floats = all(t is None or t.dtype == torch.float32 for t in (score, alike, size, say))
     if not usable(here.device) or not floats or torch.is_grad_enabled():
         return None
-    given = [None if t is None else t.contiguous() for t in (leaving, score, size, say)]
-    return _meet(units, patches.contiguous(), here.contiguous(), *given[:2], count, *given[2:])
+    given = [None if t is None else t.contiguous() for t in (leaving, score, size, say, alike)]
+    return _meet(
+        units,
+        patches.contiguous(),
+        here.contiguous(),
+        *given[:2],
+        count,
+        *given[2:],
+        *(() if worth is None else (worth.power, worth.value)),
+    )

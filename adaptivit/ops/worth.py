@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""fold's two numbers of every token, in one kernel: what it is ranked by, and its say in the mean of those that meet.
+"""fold's two numbers of every token: what it is ranked by, and its say in the mean of those that meet. meet.py computes
+them on its way; here they are in a kernel of their own, for whoever wants to see them.
 
 Shapes: B images, N slots; all [B, N] float32. seen: attention received; alike: cosine to the most similar other patch.
 
@@ -8,10 +9,26 @@ Shapes: B images, N slots; all [B, N] float32. seen: attention received; alike: 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .kernels import tl, triton, usable
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What both are made of."""
+
+    seen: Tensor  # [B, N] float32
+    alike: Tensor | None  # [B, N] float32; None: a token is ranked by attention alone
+    power: float
+    value: float
+
+    def numbers(self, size: Tensor) -> tuple[Tensor, Tensor]:
+        """score and say [B, N]."""
+        return worth(self.seen, self.alike, size, self.power, self.value)
 
 
 def reference(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
@@ -28,6 +45,17 @@ if triton is not None:
         if HALF:
             return tl.sqrt_rn(x)
         return tl.exp2(exponent * tl.log2(x))
+
+    @triton.jit
+    def _score(seen, alike, power, LIKENESS: tl.constexpr, HALF: tl.constexpr):
+        if LIKENESS:
+            apart = 1.0 - tl.minimum(tl.maximum(alike, -1.0), 1.0)
+            return seen * _power(tl.maximum(apart, 1e-6), power, HALF)
+        return seen
+
+    @triton.jit
+    def _say(seen, size, value, HALF: tl.constexpr):
+        return size * _power(tl.maximum(seen, 1e-9), value, HALF)
 
     @triton.jit
     def _worth_kernel(
@@ -47,14 +75,12 @@ if triton is not None:
         cell = tl.program_id(0) * TILE + tl.arange(0, TILE)
         inside = cell < cells
         seen = tl.load(seen_pointer + cell, mask=inside, other=1.0)
-        score = seen
+        alike = seen
         if LIKENESS:
             alike = tl.load(alike_pointer + cell, mask=inside, other=0.0)
-            apart = 1.0 - tl.minimum(tl.maximum(alike, -1.0), 1.0)
-            score = seen * _power(tl.maximum(apart, 1e-6), power, POWER_HALF)
         size = tl.load(size_pointer + cell, mask=inside, other=1.0)
-        tl.store(score_pointer + cell, score, mask=inside)
-        tl.store(say_pointer + cell, size * _power(tl.maximum(seen, 1e-9), value, VALUE_HALF), mask=inside)
+        tl.store(score_pointer + cell, _score(seen, alike, power, LIKENESS, POWER_HALF), mask=inside)
+        tl.store(say_pointer + cell, _say(seen, size, value, VALUE_HALF), mask=inside)
 
 
 @torch.library.custom_op("adaptivit::worth", mutates_args=())

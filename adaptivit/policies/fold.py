@@ -26,7 +26,7 @@ from ..backbone import Shape
 from ..cost import CostModel
 from ..decision import Merge
 from ..errors import UserError
-from ..ops.worth import worth
+from ..ops.worth import Worth
 from ..policy_settings import FoldSettings
 from .base import Policy
 from .selection import check_blocks
@@ -87,9 +87,10 @@ class Fold(Policy):
             return None
         similarity, settings = view.found["similarity"], self.settings
         alike = similarity.nearest(patches)[0] if settings.power else None
-        score, say = worth(view.found[self.look], alike, state.size, settings.power, settings.value)
-        view.note(score, view.layer + 1)
-        into, scale, state.size = similarity.meet(patches, state.size, say, score=score, count=count)
+        worth = Worth(view.found[self.look], alike, settings.power, settings.value)
+        if "keep_scores" in view.asked:
+            view.note(worth.numbers(state.size)[0], view.layer + 1)
+        into, scale, state.size = similarity.meet(patches, state.size, score=worth, count=count)
         return Merge(into, scale, state.size, count=count + self.shape.prefix)
 
 
