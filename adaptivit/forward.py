@@ -19,7 +19,7 @@ from . import backbone
 from .backbone import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
-from .decision import Drop, Keep, Merge, Step, Trace, When, detached
+from .decision import Drop, Keep, Merge, Skip, Step, Trace, When, detached
 from .layouts import Ending, Layout
 from .ops.compact import stacked
 from .output import Output
@@ -144,7 +144,7 @@ class _Run:
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     read_alone: bool = False  # in the last MLP
-    masks_of_kernels: bool = False  # some masks come from kernels of ours: decisions made in fc1, and merges
+    masks_of_kernels: bool = False  # some masks come from kernels of ours: decisions made in fc1, merges, selections
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]
@@ -166,7 +166,7 @@ class _Run:
         if self.keeps and isinstance(decision, Drop) and decision.zeroed:
             self.keep_last(decision.leaving & self.layout.live, self.layout.leading())
         self.layout.carry_out(decision, when)  # type: ignore[arg-type]
-        self.masks_of_kernels = self.masks_of_kernels or isinstance(decision, Merge)
+        self.masks_of_kernels = self.masks_of_kernels or isinstance(decision, (Merge, Skip))
         self.steps.append(Step(layer, when, detached(decision)))  # type: ignore[arg-type]
 
     def noted_facts(self) -> dict[str, Tensor]:
