@@ -148,13 +148,18 @@ def look(layout: Layout, taps: Taps, q: Tensor, k: Tensor) -> None:
     with torch.set_grad_enabled(torch.is_grad_enabled() and taps.gradient):
         if "received" in taps.wanted:
             taps.give("received", layout.attention_rows(q, k, "all"))
-        if "class_row" in taps.wanted:
+        both = {"class_row", "similarity"} <= taps.wanted
+        if both:
+            row, similarity = layout.class_row_and_similarity(q, k)
+            taps.give("class_row", row)
+            taps.give("similarity", similarity)
+        elif "class_row" in taps.wanted:
             taps.give("class_row", layout.attention_rows(q, k, "class"))
         if "keys" in taps.wanted:
             taps.give("keys", layout.grid(mean_key(k)))
         if "match" in taps.wanted:
             taps.give("match", layout.match(k))
-        if "similarity" in taps.wanted:
+        if "similarity" in taps.wanted and not both:
             taps.give("similarity", layout.similarity(k))
 
 

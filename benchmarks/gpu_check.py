@@ -11,6 +11,7 @@ import copy
 import sys
 
 import gpu_check_folded as folded
+import gpu_check_gate as gate
 import torch
 from gpu_report import BOUND, WRONG, attempt, close, noise, rows_of, same
 from torch import Tensor
@@ -23,8 +24,9 @@ from adaptivit.ops import (
     back,
     compact,
     evidence,
-    gate,
+    kernels,
     linear,
+    looks,
     meet,
     merge,
     norm,
@@ -74,34 +76,6 @@ def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
             close(f"norm_linear {part}, {name}", out[:live], want[:live], BOUND[dtype])
 
 
-def check_gate(dtype: torch.dtype, images: int, moves: bool) -> None:
-    """A supervisor's decision inside fc1; the seen element itself is compared in check_rows."""
-    slots, width = 197, 384
-    own = torch.arange(images * slots, device="cuda", dtype=torch.int32)
-    stay = torch.rand(images, slots, device="cuda") < (0.6 if moves else 1.0)
-    place, cells, offsets, index = compact.order(stay, own)
-    w, b = noise(4 * width, width, dtype=dtype) * width**-0.5, noise(4 * width, dtype=dtype)
-    x, gain, offset = noise(images * slots, width, dtype=dtype), noise(width, dtype=dtype), noise(width, dtype=dtype)
-    gamma, beta = (torch.full((12,), value, device="cuda", dtype=dtype)[3] for value in (1.5, -0.5))
-    spent, shift = torch.rand(images, slots, device="cuda"), torch.randn(images, 1, device="cuda")
-    knows = gate.Gate(gamma, beta, shift, 0.99, 1, spent, stay & (torch.rand_like(spent) < 0.9))
-    count, where = (offsets[-1:], (cells, place)) if moves else (None, (None, None))
-    given = (x, gain, offset, 1e-6, w, b, index if moves else None, count, 5, True, 0)
-    out, kept, seen, found = norm_linear.norm_linear_gated(*given, knows, where)
-    plain = norm_linear.norm_linear(*given)
-    live, name = int(offsets[-1]), f"{str(dtype)[6:]}, {images} images{', moved' * moves}"
-    assert plain[2] is not None
-    same(f"gate leaves the product alone, {name}", (out[:live], kept[:live]), (plain[0][:live], plain[1][:live]))
-    seen[live:] = 0.0
-    want = gate.reference(seen, knows, *where)
-    close(f"gate score, {name}", found.score, want.score, 1e-6)
-    close(f"gate spent, {name}", found.spent, want.spent, 1e-6)
-    edge = (want.spent - knows.level).abs() < 1e-5
-    if moves:
-        same(f"gate, of rows, {name}", (found.rows[:live],), (found.going.flatten()[cells[:live].long()],))
-    same(f"gate going, {name}", (found.going | edge,), (want.going | edge,))
-
-
 def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     room, live = sum(lengths) + 7, sum(lengths)
@@ -135,6 +109,10 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     exact = torch.zeros(9 * slots, width, device="cuda", dtype=torch.float64)
     exact[cells] = x / x.norm(dim=-1, keepdim=True)
     close(f"units {name}", units[cells].double().sum(1) / 64, exact[cells], 2e-7)
+    if offsets is not None:
+        row, again = looks.looks(k.contiguous(), k, index, offsets, slots, None, slots)
+        apart = evidence.class_row(*kernels.alike(k.contiguous(), k), offsets, slots)
+        same(f"looks {name}", (row[:live], again[cells]), (apart[:live], units[cells]))
     u = exact.unflatten(0, (9, slots))
     cosine = (u @ u.transpose(1, 2)).masked_fill(torch.eye(slots, device="cuda").bool(), float("-inf"))
 
@@ -318,7 +296,7 @@ def check_kernels() -> None:
         for width in (32, 64, 80):
             attempt("attention", lambda d=dtype, w=width: check_attention(d, w, [1, 0, 197, 64, 33]))  # type: ignore[misc]
         for images, moves in ((1, False), (1, True), (5, True)):
-            attempt("gate", lambda d=dtype, i=images, m=moves: check_gate(d, i, m))  # type: ignore[misc]
+            attempt("gate", lambda d=dtype, i=images, m=moves: gate.check_gate(d, i, m))  # type: ignore[misc]
         attempt("long", lambda d=dtype: check_attention(d, 64, [1025, 1, 577]))  # type: ignore[misc]
         for width, tokens in ((64, 197), (32, 1), (80, 65), (64, 1025)):
             for kind in (False, True):

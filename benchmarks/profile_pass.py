@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 
 import adaptivit
 from adaptivit import settings
+from adaptivit.profiles import PROFILES, trace_of
 
 PASSES = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=["static", "fold:budget=0.67"])
+    parser.add_argument("--policies", nargs="+", default=["static", "fold:budget=0.67"], help="or a profile: halting")
     parser.add_argument("--backbone", default="deit_small_patch16_224")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
@@ -34,14 +36,21 @@ def main() -> None:
     vit = adaptivit.create(given.backbone, "static").vit
     images = torch.randn(given.batch, 3, *vit.patch_embed.img_size, device="cuda", dtype=torch.bfloat16)
     for spec in given.policies:
-        policy, values = settings.parse(spec)
+        profile: Any = images
+        if spec in PROFILES:
+            sizes = {"tokens": vit.pos_embed.shape[1], "prefix": vit.num_prefix_tokens, "layers": len(vit.blocks)}
+            profile = trace_of(spec, batch=given.batch, seed=0, **sizes)
+            policy, values = "replay", {"trace": profile}
+        else:
+            policy, values = settings.parse(spec)
         model = adaptivit.create(vit, policy, **values).cuda().to(torch.bfloat16).eval()
         for kind in given.compile:
             began = time.perf_counter()
             fold = not given.norms_apart
-            fast = model.capture(given.batch, profile=images, compile=kind == "yes", fold_norms=fold)
+            fast = model.capture(given.batch, profile=profile, compile=kind == "yes", fold_norms=fold)
             made = time.perf_counter() - began
             name = f"{spec}, batch {given.batch}, {'compiled' if kind == 'yes' else 'as it is'}"
+            print(f"\n{fast.explain()}")
             report(name, fast, images, made, given.kernels)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.ops import back, kernels, linear, meet, merge, norm_linear, ragged, select, similar
+from adaptivit.ops import back, kernels, linear, looks, meet, merge, norm_linear, ragged, select, similar
 
 pytestmark = pytest.mark.skipif(
     kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
@@ -112,6 +112,15 @@ def test_patches_that_fold(ranked: bool) -> None:
     constants = {"d": 64, "WIDE": 64, "ALL": 256, "TM": 32, "TN": 64, "RANKED": ranked, "SUMS": True, "SAYS": True}
     constants |= dict.fromkeys(("WORTH", "LIKENESS", "POWER_HALF", "VALUE_HALF"), ranked)
     shared_memory(meet._meet_kernel, types, constants, num_warps=8)
+
+
+@pytest.mark.parametrize("weighted", [0, 1, 2])
+def test_what_folding_looks_at(weighted: int) -> None:
+    types = {"q_pointer": "*bf16", "k_pointer": "*bf16", "weight_pointer": ("*bf16", "*u8", "*fp32")[weighted]}
+    types |= {"cells_pointer": "*i32", "offsets_pointer": "*i32", "row_pointer": "*fp32", "units_pointer": "*fp16"}
+    types |= dict.fromkeys(("batch", "slots", "row_stride", "head_stride"), "i32") | {"scale": "fp32"}
+    constants = {"HEADS": 6, "d": 64, "WIDE": 64, "LONGEST": 256, "CHUNK": 32, "TM": 32, "WEIGHTED": weighted}
+    shared_memory(looks._looks_kernel, types, constants, num_warps=8)
 
 
 @pytest.mark.parametrize("what", [similar.NEAREST, similar.MATCH])

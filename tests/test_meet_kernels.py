@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from interpreted import DEVICE, here
+from test_fused import images_of, make, run
 from test_kernels import _poison  # noqa: F401  (applies to this file)
-from test_similar_kernels import CLOSE, KINDS, NOBODY, Rows, pytestmark, random, some, tokens  # noqa: F401
+from test_similar_kernels import CLOSE, KINDS, NOBODY, Rows, dtypes, pytestmark, random, some, tokens  # noqa: F401
 from torch import Tensor
 
 from adaptivit.errors import UserError
+from adaptivit.layouts import device
 from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
-from adaptivit.ops import meet, merge, select, similar
+from adaptivit.ops import evidence, kernels, looks, meet, merge, select, similar
 from adaptivit.ops.worth import Worth
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -90,6 +94,29 @@ def test_by_rank(kind: str) -> None:
 
 
 @here
+@dtypes
+@pytest.mark.parametrize("width", [32, 80])
+@pytest.mark.parametrize("weights", ["none", "bool", "sizes", "logarithms"])
+@torch.inference_mode()
+def test_what_folding_looks_at(weights: str, width: int, dtype: torch.dtype) -> None:
+    """Both in one launch are what they are apart; an image has no row, another one."""
+    rows = Rows(tokens("ragged", 70), 3, width, dtype, "ragged")
+    assert rows.offsets is not None
+    q = torch.randn(rows.k.shape, generator=random()).to(DEVICE, dtype)
+    size = 1 + 9 * torch.rand(len(q), generator=random()).to(DEVICE)
+    live = int(rows.offsets[-1])
+    size[live:] = float("nan")
+    weight = {"none": None, "bool": size > 3, "sizes": size, "logarithms": kernels.Log2(size.log2())}[weights]
+    plain = size if isinstance(weight, kernels.Log2) else weight
+    row, units = looks.looks(q, rows.k, rows.index, rows.offsets, 70, weight, 70)
+    apart = evidence.class_row(*kernels.alike(q, rows.k), rows.offsets, 70, plain)
+    assert torch.equal(row[:live], apart[:live])
+    assert torch.equal(units[rows.cells], rows.units[rows.cells])
+    exact = evidence.reference(q, rows.k, rows.offsets, plain, "class")
+    assert (row[:live] - exact[:live]).abs().max() <= (2e-6 if dtype == torch.float32 else 2e-3)
+
+
+@here
 @torch.inference_mode()
 @pytest.mark.parametrize(("power", "value"), [(0.5, 0.5), (1.0, 0.0), (0.3, 0.7)])
 @pytest.mark.parametrize("likeness", [True, False])
@@ -150,8 +177,31 @@ def test_the_operation_says_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> 
         (there, None, 0, None, None),
         (there, None, 0, numbers_, None),
         (None, numbers_, 2, numbers_, numbers_),
+        (None, numbers_, 2, numbers_, None, numbers_, 0.3, 0.7),
     ):
         torch.library.opcheck(meet._meet, (units, there, there, *more), test_utils=("test_schema", "test_faketensor"))
+    rows = Rows(tokens("ragged", 70), 3, 32, torch.float32, "ragged")
+    given = (rows.k.contiguous(), rows.k.contiguous(), rows.index, rows.offsets, 70, None, 70)
+    torch.library.opcheck(looks._looks, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@here
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["fold", "aht, worth"])
+def test_folding_looks_once_a_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    calls, both = [], device.looks
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return both(*args)
+
+    monkeypatch.setattr(device, "looks", counted)
+    monkeypatch.setattr(kernels, "on_cpu", True)
+    model = make(case)
+    run(model, images_of(), "packed", True)
+    asked = [model.policy.evidence(layer, frozenset()) for layer in range(len(model.vit.blocks))]
+    assert len(calls) == sum({"class_row", "similarity"} <= wanted for wanted in asked) > 0
 
 
 def test_nonsense_is_said() -> None:

@@ -182,6 +182,10 @@ class Layout(ABC):
     def similarity(self, k: Tensor) -> Similarity:
         """[R, H, d] -> the cosine between the tokens of each image that take part."""
 
+    def class_row_and_similarity(self, q: Tensor, k: Tensor) -> tuple[Tensor, Similarity]:
+        """attention_rows of the class token, and similarity."""
+        return self.attention_rows(q, k, "class"), self.similarity(k)
+
     def match(self, k: Tensor) -> Match:
         """[R, H, d] -> the same between some tokens and others, when it is asked for."""
         return Match(self.grid(mean_key(k)))

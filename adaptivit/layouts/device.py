@@ -16,7 +16,8 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..ops import attention, compact, evidence, ragged
 from ..ops.back import back, back_measured
-from ..ops.kernels import Log2
+from ..ops.kernels import Log2, run_on
+from ..ops.looks import looks
 from ..ops.merge import PIECE, merge
 from .base import Layout, Moments, Plan, Stream, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
@@ -190,6 +191,12 @@ class PackedOnDevice(Layout):
 
     def similarity(self, k: Tensor) -> Similarity:
         return SimilarityOnDevice(k, self.cells, self.offsets, self.here)
+
+    def class_row_and_similarity(self, q: Tensor, k: Tensor) -> tuple[Tensor, Similarity]:
+        if not run_on(q) or not self.longest:
+            return super().class_row_and_similarity(q, k)
+        row, units = looks(q, k, self.cells, self.offsets, self.longest, self._row_weight(), self.slots)
+        return self.grid(row) * self.here[:, :1], SimilarityOnDevice(k, self.cells, self.offsets, self.here, units)
 
     def match(self, k: Tensor) -> Match:
         return SimilarityOnDevice(k, self.cells, self.offsets, self.here)

@@ -134,10 +134,12 @@ class Match:
 class SimilarityOnDevice(Similarity, Match):
     """Both through the kernels (ops/similar.py): unit vectors alone are stored, cosines never."""
 
-    def __init__(self, k: Tensor, index: Tensor, offsets: Tensor | None, here: Tensor) -> None:
-        """k [R, H, d], and whose rows they are, as in ops/similar.py."""
+    def __init__(
+        self, k: Tensor, index: Tensor, offsets: Tensor | None, here: Tensor, units: Tensor | None = None
+    ) -> None:
+        """k [R, H, d], and whose rows they are, as in ops/similar.py; or their unit vectors."""
         self.here, self.index, self.offsets = here, index, offsets
-        self.unit = similar.units(k, index, offsets, *here.shape)
+        self.unit = similar.units(k, index, offsets, *here.shape) if units is None else units
 
     def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
         return similar.nearest(self.unit, self.index, self.offsets, among, self.here)

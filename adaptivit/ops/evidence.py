@@ -57,7 +57,9 @@ if triton is not None:
         return tl.where(inside, 0.0, float("-inf"))
 
     @triton.jit
-    def _class_row_kernel(
+    def _class_row_of(
+        image,
+        head,
         q_pointer,
         k_pointer,
         weight_pointer,
@@ -72,8 +74,6 @@ if triton is not None:
         WIDE: tl.constexpr,
         WEIGHTED: tl.constexpr,
     ):
-        image = tl.program_id(0)
-        head = tl.program_id(1)
         start = tl.load(offsets_pointer + image)
         length = tl.load(offsets_pointer + image + 1) - start
         j = tl.arange(0, WIDE)
@@ -92,6 +92,27 @@ if triton is not None:
         p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top))
         p = p / tl.maximum(tl.sum(p, 0), 1e-37)
         tl.store(out_pointer + (start + j) * HEADS + head, p / HEADS, mask=inside)
+
+    @triton.jit
+    def _class_row_kernel(
+        q_pointer,
+        k_pointer,
+        weight_pointer,
+        offsets_pointer,
+        out_pointer,
+        row_stride,
+        head_stride,
+        scale,
+        HEADS: tl.constexpr,
+        d: tl.constexpr,
+        CHUNK: tl.constexpr,
+        WIDE: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+    ):
+        _class_row_of(
+            *(tl.program_id(0), tl.program_id(1), q_pointer, k_pointer, weight_pointer, offsets_pointer, out_pointer),
+            *(row_stride, head_stride, scale, HEADS, d, CHUNK, WIDE, WEIGHTED),
+        )
 
     @triton.jit
     def _sums_kernel(

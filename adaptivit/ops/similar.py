@@ -75,7 +75,8 @@ def match_reference(units: Tensor, a: Tensor, b: Tensor, slots: int, least: int)
 if triton is not None:
 
     @triton.jit
-    def _units_kernel(
+    def _units_of(
+        tile,
         k_pointer,
         index_pointer,
         offsets_pointer,
@@ -96,8 +97,8 @@ if triton is not None:
     ):
         if RAGGED:
             rows = tl.load(offsets_pointer + batch)
-        if tl.program_id(0) * TM < rows:
-            row = tl.program_id(0) * TM + tl.arange(0, TM)
+        if tile * TM < rows:
+            row = tile * TM + tl.arange(0, TM)
             there = row < rows
             if RAGGED:
                 cell = tl.load(index_pointer + row, mask=there, other=0).to(tl.int64)
@@ -119,6 +120,31 @@ if triton is not None:
             to = out_pointer + cell[:, None] * (2 * d) + c[None, :]
             tl.store(to, high, mask=inside)
             tl.store(to + d, (unit - high.to(tl.float32)).to(tl.float16), mask=inside)
+
+    @triton.jit
+    def _units_kernel(
+        k_pointer,
+        index_pointer,
+        offsets_pointer,
+        out_pointer,
+        rows,
+        batch,
+        slots,
+        row_stride,
+        head_stride,
+        image_length,
+        image_stride,
+        index_stride,
+        HEADS: tl.constexpr,
+        d: tl.constexpr,
+        WIDE: tl.constexpr,
+        TM: tl.constexpr,
+        RAGGED: tl.constexpr,
+    ):
+        _units_of(
+            *(tl.program_id(0), k_pointer, index_pointer, offsets_pointer, out_pointer, rows, batch, slots),
+            *(row_stride, head_stride, image_length, image_stride, index_stride, HEADS, d, WIDE, TM, RAGGED),
+        )
 
     @triton.jit
     def _slot_of(list_pointer, image, i, inside, start, slots, image_stride, stride, RAGGED: tl.constexpr):
