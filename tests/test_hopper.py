@@ -86,14 +86,18 @@ def test_a_product_that_decides(dtype: torch.dtype) -> None:
     assert shared_memory(norm_linear._norm_linear_kernel, types, constants, **options) + RESERVED <= SHARED
 
 
+@pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
-def test_rows_that_meet_and_come_back(dtype: torch.dtype) -> None:
+def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool) -> None:
     rows = f"*{NAMES[dtype]}"
     exact = dtype == torch.float32
-    integers = ("index", "offsets", "source", "target", "number")
+    integers = ("before", "counts", "place", "cells", "offsets", "index", "source", "target", "number")
     types = {f"{name}_pointer": "*i32" for name in integers} | {"rows_pointer": rows, "out_pointer": rows}
-    types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "moments")} | {"slots": "i32", "room": "i32"}
-    constants = {"D": 384, "TM": 32, "TL": 16, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
+    types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "moments", "scale", "size", "weight")}
+    types |= {"stay_pointer": "*u8", "stays_pointer": "*u8", "into_pointer": "*i64"}
+    types |= dict.fromkeys(("slots", "room", "batch", "count"), "i32")
+    constants: dict[str, Any] = {"D": 384, "TM": 32, "TL": 16, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
+    constants |= {"WIDE": 256, "IMAGES": 1, "COUNTED": False, "EQUAL": equal, "MEETS": True, "SIZED": True}
     shared_memory(merge._merge_kernel, types, constants | {"PRECISION": "ieee" if exact else "tf32"})
     types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
     types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}

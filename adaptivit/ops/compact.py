@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,8 @@ if triton is not None:
         tl.store(counts_pointer + image, tl.sum(stay.to(tl.int32), 0))
 
     @triton.jit
-    def _order_kernel(
+    def _order_of(
+        image,
         stay_pointer,
         before_pointer,
         counts_pointer,
@@ -105,7 +107,7 @@ if triton is not None:
         MEETS: tl.constexpr,
         SIZED: tl.constexpr,
     ):
-        image = tl.program_id(0)
+        """Write the order of one image; its first row, how many it has, and how many join others."""
         slot = tl.arange(0, WIDE)
         inside = slot < slots
         cell = image * slots + slot
@@ -138,6 +140,7 @@ if triton is not None:
         tl.store(offsets_pointer + image + 1, stop)
         if image == 0:
             tl.store(offsets_pointer, 0)
+        number = 0
         if MEETS:
             scale = tl.load(scale_pointer + cell, mask=inside, other=0.0)
             tl.store(stays_pointer + cell, stay.to(tl.uint8), mask=inside)
@@ -151,14 +154,62 @@ if triton is not None:
             tl.store(source_pointer + at, before, mask=joins)
             tl.store(target_pointer + at, target, mask=joins)
             tl.store(part_pointer + at, scale, mask=joins)
-            tl.store(number_pointer + image, tl.sum(joins.to(tl.int32), 0))
+            number = tl.sum(joins.to(tl.int32), 0)
+            tl.store(number_pointer + image, number)
             if SIZED:
                 size = tl.load(size_pointer + cell, mask=inside, other=1.0)
                 tl.store(weight_pointer + row, tl.log2(size), mask=stay)
+        return base, stop - base, number
+
+    @triton.jit
+    def _order_kernel(
+        stay_pointer,
+        before_pointer,
+        counts_pointer,
+        place_pointer,
+        cells_pointer,
+        offsets_pointer,
+        index_pointer,
+        into_pointer,
+        scale_pointer,
+        stays_pointer,
+        own_pointer,
+        source_pointer,
+        target_pointer,
+        part_pointer,
+        number_pointer,
+        size_pointer,
+        weight_pointer,
+        batch,
+        slots,
+        count,
+        WIDE: tl.constexpr,
+        IMAGES: tl.constexpr,
+        COUNTED: tl.constexpr,
+        EQUAL: tl.constexpr,
+        MEETS: tl.constexpr,
+        SIZED: tl.constexpr,
+    ):
+        _order_of(
+            *(tl.program_id(0), stay_pointer, before_pointer, counts_pointer, place_pointer, cells_pointer),
+            *(offsets_pointer, index_pointer, into_pointer, scale_pointer, stays_pointer, own_pointer, source_pointer),
+            *(target_pointer, part_pointer, number_pointer, size_pointer, weight_pointer, batch, slots, count),
+            *(WIDE, IMAGES, COUNTED, EQUAL, MEETS, SIZED),
+        )
 
 
-def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | None = None) -> Order:
-    """The kernels. With a meeting, `stay` says who is live, and who stays follows from where the others go."""
+@dataclass(frozen=True)
+class Call:
+    """What _order_of is given but for the image, and what it writes."""
+
+    made: Order
+    given: tuple[Any, ...]
+    sizes: dict[str, Any]
+    warps: int
+
+
+def call(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | None = None) -> Call:
+    """With a meeting, `stay` says who is live, and who stays follows from where the others go."""
     batch, slots = stay.shape
     equal, meets = count is not None, meeting is not None
     place, offsets = before.new_empty(batch * slots), before.new_empty(batch + 1)
@@ -174,22 +225,21 @@ def arrange(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | 
         lists += [before if t is None else t for t in (m.size, m.weight)]
     if counted:
         _count_kernel[(batch,)](flags, lists[0], counts, slots, WIDE=wide, MEETS=meets)
-    _order_kernel[(batch,)](
-        *(flags, before, counts, place, cells, offsets, index, *lists, batch, slots, count or 0),
-        WIDE=wide,
-        IMAGES=1 if equal else images,
-        COUNTED=counted,
-        EQUAL=equal,
-        MEETS=meets,
-        SIZED=meeting is not None and meeting.size is not None,
-        num_warps=4 if tile <= 4096 else 8,
-    )
-    return place, cells, offsets, index
+    sizes = {"WIDE": wide, "IMAGES": 1 if equal else images, "COUNTED": counted, "EQUAL": equal, "MEETS": meets}
+    sizes["SIZED"] = meeting is not None and meeting.size is not None
+    given = (flags, before, counts, place, cells, offsets, index, *lists, batch, slots, count or 0)
+    return Call((place, cells, offsets, index), given, sizes, 4 if tile <= 4096 else 8)
+
+
+def arrange(order: Call) -> Order:
+    """The kernel."""
+    _order_kernel[(len(order.made[2]) - 1,)](*order.given, **order.sizes, num_warps=order.warps)
+    return order.made
 
 
 @torch.library.custom_op("adaptivit::order", mutates_args=())
 def _order(stay: Tensor, before: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return arrange(stay, before, count)
+    return arrange(call(stay, before, count))
 
 
 @_order.register_fake

@@ -20,6 +20,7 @@ from . import compact
 from .kernels import multiprocessors, power_of_two, precision, tl, triton, usable
 
 if triton is not None:
+    from .compact import _order_of
     from .linear import _measure
 
 PIECE = 64  # columns of a program, and of a pair of moments
@@ -59,17 +60,35 @@ if triton is not None:
     @triton.jit
     def _merge_kernel(
         rows_pointer,
-        index_pointer,
+        out_pointer,
+        moments_pointer,
+        room,
+        stay_pointer,
+        before_pointer,
+        counts_pointer,
+        place_pointer,
+        cells_pointer,
         offsets_pointer,
+        index_pointer,
+        into_pointer,
+        scale_pointer,
+        stays_pointer,
         own_pointer,
         source_pointer,
         target_pointer,
         part_pointer,
         number_pointer,
-        out_pointer,
-        moments_pointer,
+        size_pointer,
+        weight_pointer,
+        batch,
         slots,
-        room,
+        count,
+        WIDE: tl.constexpr,
+        IMAGES: tl.constexpr,
+        COUNTED: tl.constexpr,
+        EQUAL: tl.constexpr,
+        MEETS: tl.constexpr,
+        SIZED: tl.constexpr,
         D: tl.constexpr,
         TM: tl.constexpr,
         TL: tl.constexpr,
@@ -81,9 +100,18 @@ if triton is not None:
         """One image, TC columns, every so many tiles of TM rows. Those that join are multiplied in as a matrix of
         scales [TM, TL]; a float32 scale is two numbers that the tensor cores take as they are."""
         image = tl.program_id(0)
-        start = tl.load(offsets_pointer + image)
-        length = tl.load(offsets_pointer + image + 1) - start
-        number = tl.load(number_pointer + image)
+        if EQUAL:  # it depends on no other image: every program finds, and writes, the same, and saves a launch
+            start, length, number = _order_of(
+                *(image, stay_pointer, before_pointer, counts_pointer, place_pointer, cells_pointer, offsets_pointer),
+                *(index_pointer, into_pointer, scale_pointer, stays_pointer, own_pointer, source_pointer),
+                *(target_pointer, part_pointer, number_pointer, size_pointer, weight_pointer, batch, slots, count),
+                *(WIDE, IMAGES, COUNTED, EQUAL, MEETS, SIZED),
+            )
+            tl.debug_barrier()  # what was written is read by other threads from here on
+        else:
+            start = tl.load(offsets_pointer + image)
+            length = tl.load(offsets_pointer + image + 1) - start
+            number = tl.load(number_pointer + image)
         c = tl.program_id(1) * TC + tl.arange(0, TC)
         for first in range(tl.program_id(2) * TM, length, tl.num_programs(2) * TM):
             i = first + tl.arange(0, TM)
@@ -187,13 +215,15 @@ def _merge(
     part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
     weight = torch.empty(0 if size is None else room, dtype=torch.float32, device=rows.device)
     meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number, size, weight)
-    after, cells, offsets, index = compact.arrange(live, place, count, meeting)
+    order = compact.call(live, place, count, meeting)
+    after, cells, offsets, _ = order.made if count is not None else compact.arrange(order)
     across = triton.cdiv(width, PIECE)
     moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
     # few images: several programs share the rows of each
     shared = triton.cdiv(4 * multiprocessors(rows.device), batch * across)
     _merge_kernel[(batch, across, max(1, min(triton.cdiv(longest, tall), shared)))](
-        *(rows, index, offsets, own, source, target, part, number, out, moments, slots, room),
+        *(rows, out, moments, room, *order.given),
+        **order.sizes,
         D=width,
         TM=tall,
         TL=16,
