@@ -81,11 +81,12 @@ class Merge:
     own: bool = True
     share: Tensor | None = None
     count: int | None = None
+    left: Tensor | None = None  # [B] int32: live and not leaving, where the policy knows it already; not recorded
 
 
 Decision = Keep | Drop | Skip | Merge
 _FIELDS = {  # torch.compile reads this
-    kind: tuple(f.name for f in fields(kind) if f.name != "stays") for kind in (Keep, Drop, Skip, Merge)
+    kind: tuple(f.name for f in fields(kind) if f.name not in ("stays", "left")) for kind in (Keep, Drop, Skip, Merge)
 }
 
 

@@ -130,7 +130,8 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
     size, say = torch.rand(2, *here.shape, device="cuda") + 0.1
     with torch.inference_mode():
-        into, scale, after = meet.meet(units, patches_, here, size, say, leaving, None, 0)
+        into, scale, after, left = meet.meet(units, patches_, here, size, say, leaving, None, 0)
+    same(f"meet, left {name}", (left,), ((here & ~leaving).sum(-1).int(),))
     best = cosine.masked_fill(~stay, float("-inf"))
     compare("meet", best.max(-1).values, torch.where(leaving, into, -1), best)
     for part, out, want in zip(
@@ -224,7 +225,8 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
     number = int(want[4][-1])
     close(f"merge {name}", got[0][:number], want[0][:number], {torch.float32: 2e-6}.get(dtype, BOUND[dtype] / 2))
     same(f"merge's places {name}", got[1:], want[1:])
-    again, moments, weight = merge.merge(rows, live, into, scale, place, count, scale, True)
+    left = got[1].sum(-1).int()
+    again, moments, weight = merge.merge(rows, live, into, scale, place, count, scale, True, left)
     assert moments is not None
     assert weight is not None
     logs = scale.flatten()[got[3][:number].long()].double().log2()

@@ -98,6 +98,7 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool) -> None:
     types |= dict.fromkeys(("slots", "room", "batch", "count"), "i32")
     constants: dict[str, Any] = {"D": 384, "TM": 32, "TL": 16, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
     constants |= {"WIDE": 256, "IMAGES": 1, "COUNTED": False, "EQUAL": equal, "MEETS": True, "SIZED": True}
+    constants |= {"ORDERS": True, "IMAGES": 1 if equal else 32, "COUNTED": not equal}
     shared_memory(merge._merge_kernel, types, constants | {"PRECISION": "ieee" if exact else "tf32"})
     types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
     types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
@@ -111,6 +112,7 @@ def test_patches_that_fold(ranked: bool) -> None:
     """197 tokens with heads of 64."""
     types = {f"{name}_pointer": "*u8" for name in ("patches", "here", "leaving")}
     types |= {f"{name}_pointer": "*fp32" for name in ("score", "alike", "size", "say", "scale", "after")}
+    types |= {"left_pointer": "*i32"}
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
     types |= {"power": "fp32", "value": "fp32"}
     constants = {"d": 64, "WIDE": 64, "ALL": 256, "TM": 32, "TN": 64, "RANKED": ranked, "SUMS": True, "SAYS": True}

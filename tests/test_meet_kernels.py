@@ -49,7 +49,13 @@ def check(
 ) -> None:
     size, say = numbers(*leaving.shape).mul(9).round(), numbers(*leaving.shape)
     given = None if score is not None else leaving
-    into, scale, after = alike(rows).meet(patches, size, say if says else None, leaving=given, score=score, count=count)
+    into, scale, after, left = alike(rows).meet(
+        patches, size, say if says else None, leaving=given, score=score, count=count
+    )
+    assert (left is None) == (not kernels.usable(torch.device(DEVICE)))
+    assert left is None or torch.equal(
+        left, (rows.here & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
+    )
     assert (into.dtype, scale.dtype, after.dtype) == (torch.int64, torch.float32, torch.float32)
     check_into(rows, leaving, patches, into)
     expected = merge.reference_join(into, size.double(), rows.here, say.double() if says else None)
@@ -132,7 +138,10 @@ def test_by_worth(likeness: bool, power: float, value: float) -> None:
         found = alike(rows).meet(patches, size, score=given, count=count)
         expected = alike(rows).meet(patches, size, say, score=score, count=count)
         assert torch.equal(found[0], expected[0])
-        for one, two in zip(found[1:], expected[1:], strict=True):
+        assert found.left is not None
+        assert expected.left is not None
+        assert torch.equal(found.left, expected.left)
+        for one, two in zip(found[1:3], expected[1:3], strict=True):
             assert one.isfinite().all()
             assert (one - two).abs().max() <= 1e-6 * two.abs().max()
 
@@ -144,7 +153,7 @@ def test_nan_is_joined_by_nobody() -> None:
     rows.k[7] = float("nan")
     leaving = torch.zeros_like(rows.here)
     leaving[0, [3, 20]] = True
-    into, _, _ = alike(rows).meet(rows.here, numbers(1, 40), leaving=leaving)
+    into = alike(rows).meet(rows.here, numbers(1, 40), leaving=leaving).into
     assert (into[leaving] >= 0).all()
     assert (into[leaving] != 7).all()
     leaving[0, 7] = True
@@ -159,7 +168,8 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
     size, say, score = numbers(4, 40), numbers(4, 40).requires_grad_(), numbers(4, 40)
     patches = rows.here & (torch.arange(40, device=DEVICE) > 0)
     for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
-        into, scale, _ = alike(rows).meet(patches, size, say, leaving=leaving, score=ranked, count=10)
+        into, scale, _, left = alike(rows).meet(patches, size, say, leaving=leaving, score=ranked, count=10)
+        assert left is None
         gone = select.reference(score, patches, 10, rest=True) if leaving is None else leaving
         check_into(rows, gone, patches, into)
         (found,) = torch.autograd.grad(scale.square().sum(), say)

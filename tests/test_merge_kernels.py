@@ -168,7 +168,8 @@ def check_merge(
         assert_near(found[0][: len(stays)], torch.stack(sums), ROUNDING[dtype])
         assert_near(expected[0][: len(stays)], torch.stack(sums), 1e-12)
     size = 1 + noise(batch, slots, seed=seed + 3).abs()
-    again, moments, weight = merge.merge(rows, live, into, scale, place, room, size, True)
+    left = found[1].sum(-1).int() if seed % 2 else None  # known beforehand, or not
+    again, moments, weight = merge.merge(rows, live, into, scale, place, room, size, True, left)
     assert moments is not None
     assert weight is not None
     assert_near(weight[: len(stays)], size.flatten()[found[3][: len(stays)].long()].double().log2(), 1e-6)
@@ -294,7 +295,7 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check(select._top, (noise(2, 5), live, 3, False))
     check(compact._order, (equally(2, 5, 3, 1), first, 3))
     for measures in (False, True):
-        check(merge._merge, (noise(10, 80), live, into, scale, first, 3, scale if measures else None, measures))
+        check(merge._merge, (noise(10, 80), live, into, scale, first, 3, scale if measures else None, None, measures))
         check(back._back, (noise(10, 16), first, noise(10, 16), first, None, None, measures))
     check(merge._join, (into, scale, live, None))
     check(merge._join, (into, scale, live, scale))

@@ -132,7 +132,7 @@ class PackedOnDevice(Layout):
         self._park()
         size = self.size if decision.size is None else decision.size
         given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
-        merged, values, weight = merge(self.rows, *given, room, size, self.measures)
+        merged, values, weight = merge(self.rows, *given, room, size, self.measures, decision.left)
         rows, stay, self.place, self.cells, self.offsets = merged
         self.put(rows, None if values is None else Moments(values, PIECE))
         self.live = self.here = stay

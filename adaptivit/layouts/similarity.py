@@ -72,7 +72,7 @@ class Similarity(ABC):
             leaving = top(score, patches, count, rest=True)
         assert leaving is not None
         into = self.joins(leaving, patches)
-        return into, *join(into, size, self.here, say)
+        return Met(into, *join(into, size, self.here, say))
 
     def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
         """meet() in one kernel, where there is one."""

@@ -208,22 +208,25 @@ class Call:
     warps: int
 
 
-def call(stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | None = None) -> Call:
-    """With a meeting, `stay` says who is live, and who stays follows from where the others go."""
+def call(
+    stay: Tensor, before: Tensor, count: int | None, meeting: Meeting | None = None, left: Tensor | None = None
+) -> Call:
+    """With a meeting, `stay` says who is live, and who stays follows from where the others go; `left` [B] int32 is how
+    many that are, where it is known."""
     batch, slots = stay.shape
     equal, meets = count is not None, meeting is not None
     place, offsets = before.new_empty(batch * slots), before.new_empty(batch + 1)
     cells, index = (before.new_empty(batch * (slots if count is None else count)) for _ in range(2))
     flags, wide, images = stay.view(torch.uint8), power_of_two(slots), power_of_two(batch, 1)
-    counted = not equal and wide * images > 16384
+    counted = not equal and (left is not None or wide * images > 16384)
     tile = wide * (1 if equal or counted else images)
-    counts = before.new_empty(batch) if counted else before
+    counts = before if not counted else before.new_empty(batch) if left is None else left
     lists = [before] * 10
     if meeting is not None:
         m = meeting
         lists = [m.into, m.scale, m.stay.view(torch.uint8), m.own, m.source, m.target, m.part, m.number]
         lists += [before if t is None else t for t in (m.size, m.weight)]
-    if counted:
+    if counted and left is None:
         _count_kernel[(batch,)](flags, lists[0], counts, slots, WIDE=wide, MEETS=meets)
     sizes = {"WIDE": wide, "IMAGES": 1 if equal else images, "COUNTED": counted, "EQUAL": equal, "MEETS": meets}
     sizes["SIZED"] = meeting is not None and meeting.size is not None

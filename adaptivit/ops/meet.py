@@ -16,6 +16,8 @@ everybody are in registers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,12 @@ if triton is not None:
     from .similar import _cosines, _unit
     from .worth import _say, _score
 
-Met = tuple[Tensor, Tensor, Tensor]
+
+class Met(NamedTuple):
+    into: Tensor  # [B, N] long
+    scale: Tensor  # [B, N]
+    size: Tensor  # [B, N] afterwards
+    left: Tensor | None = None  # [B] int32: how many tokens are left in every image, where the kernel has counted them
 
 
 def reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
@@ -53,6 +60,7 @@ if triton is not None:
         into_pointer,
         scale_pointer,
         after_pointer,
+        left_pointer,
         list_pointer,  # [B, N] room for the slots of those that leave
         slots,
         count,
@@ -88,6 +96,7 @@ if triton is not None:
             leaves = tl.load(leaving_pointer + cell, mask=inside, other=0) != 0
         asks = leaves & patch & here
         number = tl.sum(asks.to(tl.int32), 0)
+        tl.store(left_pointer + tl.program_id(0), tl.sum((here & (leaves == 0)).to(tl.int32), 0))
         tl.store(list_pointer + first_cell + tl.cumsum(asks.to(tl.int32), 0) - 1, slot, mask=asks)
         tl.store(into_pointer + cell, tl.where(leaves, -1, slot).to(tl.int64), mask=inside)
         stays = (patch & here & (leaves == 0)).to(tl.int32)
@@ -199,19 +208,20 @@ def _meet(
     alike: Tensor | None = None,
     power: float | None = None,
     value: float = 0.5,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel; without sizes `into` alone, and two empty tensors. With power and value, of a Worth, score is
-    the attention that was seen."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The kernel; without sizes `into` and how many are left alone, and two empty tensors. With power and value, of a
+    Worth, score is the attention that was seen."""
     batch, slots = here.shape
     width, every = units.shape[-1], power_of_two(slots)
     into = torch.empty(batch, slots, dtype=torch.long, device=here.device)
     scale, after = (here.new_empty(here.shape if size is not None else (0,), dtype=torch.float32) for _ in range(2))
+    left = torch.empty(batch, dtype=torch.int32, device=here.device)
     flags = [t.view(torch.uint8) for t in (patches, here, patches if leaving is None else leaving)]
     numbers = [after if t is None else t for t in (score, alike, size, say)]
     worth = power is not None
     if into.numel():
         _meet_kernel[(batch,)](
-            *(units, *flags, *numbers, into, scale, after, torch.empty_like(into, dtype=torch.int32)),
+            *(units, *flags, *numbers, into, scale, after, left, torch.empty_like(into, dtype=torch.int32)),
             *(slots, count, power or 0.0, value),
             d=width,
             WIDE=power_of_two(width),
@@ -227,14 +237,15 @@ def _meet(
             VALUE_HALF=value == 0.5,
             num_warps=4 if every < 256 else 8 if every <= 512 else 16,
         )
-    return into, scale, after
+    return into, scale, after, left
 
 
 @_meet.register_fake
 def _(units, patches, here, leaving, score, count, size, say, alike=None, power=None, value=0.5):
     into = here.new_empty(here.shape, dtype=torch.long)
     shape = here.shape if size is not None else (0,)
-    return into, here.new_empty(shape, dtype=torch.float32), here.new_empty(shape, dtype=torch.float32)
+    scale, after = (here.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return into, scale, after, here.new_empty(here.shape[0], dtype=torch.int32)
 
 
 def joins(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
@@ -262,7 +273,7 @@ def meet(
     if not usable(here.device) or not floats or torch.is_grad_enabled():
         return None
     given = [None if t is None else t.contiguous() for t in (leaving, score, size, say, alike)]
-    return _meet(
+    found = _meet(
         units,
         patches.contiguous(),
         here.contiguous(),
@@ -271,3 +282,4 @@ def meet(
         *given[2:],
         *(() if worth is None else (worth.power, worth.value)),
     )
+    return Met(*found)

@@ -89,6 +89,7 @@ if triton is not None:
         EQUAL: tl.constexpr,
         MEETS: tl.constexpr,
         SIZED: tl.constexpr,
+        ORDERS: tl.constexpr,
         D: tl.constexpr,
         TM: tl.constexpr,
         TL: tl.constexpr,
@@ -100,7 +101,7 @@ if triton is not None:
         """One image, TC columns, every so many tiles of TM rows. Those that join are multiplied in as a matrix of
         scales [TM, TL]; a float32 scale is two numbers that the tensor cores take as they are."""
         image = tl.program_id(0)
-        if EQUAL:  # it depends on no other image: every program finds, and writes, the same, and saves a launch
+        if ORDERS:  # no other image needs to be looked at: every program finds, and writes, the same
             start, length, number = _order_of(
                 *(image, stay_pointer, before_pointer, counts_pointer, place_pointer, cells_pointer, offsets_pointer),
                 *(index_pointer, into_pointer, scale_pointer, stays_pointer, own_pointer, source_pointer),
@@ -202,6 +203,7 @@ def _merge(
     place: Tensor,
     count: int | None,
     size: Tensor | None,
+    left: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel; moments are empty where they are not asked for, weights where there are no sizes."""
@@ -215,8 +217,8 @@ def _merge(
     part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
     weight = torch.empty(0 if size is None else room, dtype=torch.float32, device=rows.device)
     meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number, size, weight)
-    order = compact.call(live, place, count, meeting)
-    after, cells, offsets, _ = order.made if count is not None else compact.arrange(order)
+    order, alone = compact.call(live, place, count, meeting, left), count is None and left is None
+    after, cells, offsets, _ = compact.arrange(order) if alone else order.made
     across = triton.cdiv(width, PIECE)
     moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
     # few images: several programs share the rows of each
@@ -224,6 +226,7 @@ def _merge(
     _merge_kernel[(batch, across, max(1, min(triton.cdiv(longest, tall), shared)))](
         *(rows, out, moments, room, *order.given),
         **order.sizes,
+        ORDERS=not alone,
         D=width,
         TM=tall,
         TL=16,
@@ -236,7 +239,7 @@ def _merge(
 
 
 @_merge.register_fake
-def _(rows, live, into, scale, place, count, size, measures):
+def _(rows, live, into, scale, place, count, size, left, measures):
     batch, slots = live.shape
     room = batch * (slots if count is None else count)
     out, stay = rows.new_empty(room, rows.shape[1]), torch.empty_like(live)
@@ -274,15 +277,17 @@ def merge(
     count: int | None = None,
     size: Tensor | None = None,
     measures: bool = False,
+    left: Tensor | None = None,
 ) -> tuple[Merged, Tensor | None, Tensor | None]:
     """As the reference, with the kernels where they can run; rows behind the last live one are not written. And there,
     with `measures`, the moments [P, 2, R'] of the rows after, of PIECE columns each (norm_folded.py), and with `size`
-    [B, N] its binary logarithm for every row [R']; else None."""
+    [B, N] its binary logarithm for every row [R']; else None. `left` [B] int32: how many stay in every image, where
+    that is known, which saves a launch."""
     if not usable(rows.device) or rows.dtype == torch.float64:
         return reference(rows, live, into, scale, place, count), None, None
     size = None if size is None else size.float().contiguous()
     given = (t.contiguous() for t in (live, into, scale.float()))
-    out, stay, after, cells, offsets, moments, weight = _merge(rows, *given, place, count, size, measures)
+    out, stay, after, cells, offsets, moments, weight = _merge(rows, *given, place, count, size, left, measures)
     merged = (out, stay, after, cells, offsets)
     return merged, moments if measures else None, None if size is None else weight
 

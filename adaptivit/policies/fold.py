@@ -90,8 +90,9 @@ class Fold(Policy):
         worth = Worth(view.found[self.look], alike, settings.power, settings.value)
         if "keep_scores" in view.asked:
             view.note(worth.numbers(state.size)[0], view.layer + 1)
-        into, scale, state.size = similarity.meet(patches, state.size, score=worth, count=count)
-        return Merge(into, scale, state.size, count=count + self.shape.prefix)
+        met = similarity.meet(patches, state.size, score=worth, count=count)
+        state.size = met.size
+        return Merge(met.into, met.scale, met.size, count=count + self.shape.prefix, left=met.left)
 
 
 def patches_left(patches: int, stages: frozenset[int], layers: int, keep: float) -> tuple[int, ...]:
