@@ -52,7 +52,7 @@ def check(
     into, scale, after, left = alike(rows).meet(
         patches, size, say if says else None, leaving=given, score=score, count=count
     )
-    assert (left is None) == (not kernels.usable(torch.device(DEVICE)))
+    assert (left is None) == (not meet.usable(torch.device(DEVICE)))
     assert left is None or torch.equal(
         left, (rows.here & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
     )
