@@ -49,7 +49,7 @@ def check(
 ) -> None:
     size, say = numbers(*leaving.shape).mul(9).round(), numbers(*leaving.shape)
     given = None if score is not None else leaving
-    into, scale, after, left = alike(rows).meet(
+    into, scale, after, left = alike(rows).folding(
         patches, size, say if says else None, leaving=given, score=score, count=count
     )
     assert (left is None) == (not meet.usable(torch.device(DEVICE)))
@@ -135,8 +135,8 @@ def test_by_worth(likeness: bool, power: float, value: float) -> None:
     given = Worth(seen, alike_, power, value)
     score, say = given.numbers(size)
     for count in (0, 20, 69):
-        found = alike(rows).meet(patches, size, score=given, count=count)
-        expected = alike(rows).meet(patches, size, say, score=score, count=count)
+        found = alike(rows).folding(patches, size, score=given, count=count)
+        expected = alike(rows).folding(patches, size, say, score=score, count=count)
         assert torch.equal(found[0], expected[0])
         assert found.left is not None
         assert expected.left is not None
@@ -153,7 +153,7 @@ def test_nan_is_joined_by_nobody() -> None:
     rows.k[7] = float("nan")
     leaving = torch.zeros_like(rows.here)
     leaving[0, [3, 20]] = True
-    into = alike(rows).meet(rows.here, numbers(1, 40), leaving=leaving).into
+    into, _, _ = alike(rows).meet(rows.here, numbers(1, 40), leaving=leaving)
     assert (into[leaving] >= 0).all()
     assert (into[leaving] != 7).all()
     leaving[0, 7] = True
@@ -168,7 +168,7 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
     size, say, score = numbers(4, 40), numbers(4, 40).requires_grad_(), numbers(4, 40)
     patches = rows.here & (torch.arange(40, device=DEVICE) > 0)
     for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
-        into, scale, _, left = alike(rows).meet(patches, size, say, leaving=leaving, score=ranked, count=10)
+        into, scale, _, left = alike(rows).folding(patches, size, say, leaving=leaving, score=ranked, count=10)
         assert left is None
         gone = select.reference(score, patches, 10, rest=True) if leaving is None else leaving
         check_into(rows, gone, patches, into)

@@ -55,10 +55,24 @@ class Similarity(ABC):
         leaving: Tensor | None = None,
         score: Tensor | Worth | None = None,
         count: int = 0,
-    ) -> Met:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """joins(), and what comes of it: the part of each in the mean, weighted by `say` (by default the sizes), and
         the sizes after, [B, N] each. Who leaves: `leaving`, or all patches but the `count` with the highest score; a
         Worth has a say too."""
+        met = self.folding(patches, size, say, leaving=leaving, score=score, count=count)
+        return met.into, met.scale, met.size
+
+    def folding(
+        self,
+        patches: Tensor,
+        size: Tensor,
+        say: Tensor | None = None,
+        *,
+        leaving: Tensor | None = None,
+        score: Tensor | Worth | None = None,
+        count: int = 0,
+    ) -> Met:
+        """The same, and how many are left, where that was counted on the way."""
         if (leaving is None) == (score is None):
             raise UserError(
                 f"meet: expected leaving, or score and count; got {'neither' if score is None else 'both'}."
@@ -75,7 +89,7 @@ class Similarity(ABC):
         return Met(into, *join(into, size, self.here, say))
 
     def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
-        """meet() in one kernel, where there is one."""
+        """folding() in one kernel, where there is one."""
         return None
 
 

@@ -90,7 +90,7 @@ class Fold(Policy):
         worth = Worth(view.found[self.look], alike, settings.power, settings.value)
         if "keep_scores" in view.asked:
             view.note(worth.numbers(state.size)[0], view.layer + 1)
-        met = similarity.meet(patches, state.size, score=worth, count=count)
+        met = similarity.folding(patches, state.size, score=worth, count=count)
         state.size = met.size
         return Merge(met.into, met.scale, met.size, count=count + self.shape.prefix, left=met.left)
 

@@ -45,5 +45,5 @@ def fold(leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity,
 
     Whoever is no patch, or finds none that stays, leaves and joins nobody.
     """
-    met = similarity.meet(patches, size, say, leaving=leaving)
+    met = similarity.folding(patches, size, say, leaving=leaving)
     return Merge(met.into, met.scale, met.size, left=met.left)
