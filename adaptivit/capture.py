@@ -221,8 +221,8 @@ def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     *values, masks = made
     whole = images == len(pattern.logits)
     if len(values) == 1:  # one behind the other
-        joined = values[0].clone() if whole else values[0]
-        logits, features = joined.tensor_split([pattern.logits.numel()])
+        both = values[0].clone() if whole else values[0]
+        logits, features = both.tensor_split([pattern.logits.numel()])
         values = [logits.view(pattern.logits.shape), features.view(pattern.features.shape)]
     if not whole or len(made) > 2:
         values = [value[:images].clone() for value in values]

@@ -81,7 +81,8 @@ class Merge:
     own: bool = True
     share: Tensor | None = None
     count: int | None = None
-    left: Tensor | None = None  # [B] int32: live and not leaving, where the policy knows it already; not recorded
+    # how many of those who were here [B, N] bool are left [B] int32, where the policy knows it already; not recorded
+    left: tuple[Tensor, Tensor] | None = None
 
 
 Decision = Keep | Drop | Skip | Merge

@@ -144,7 +144,7 @@ class _Run:
     shares: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     read_alone: bool = False  # in the last MLP
-    masks_of_kernels: bool = False  # some masks come from kernels of ours: decisions made in fc1, merges, selections
+    masks_of_kernels: bool = False  # some masks hang on kernels of ours: decisions made in fc1, merges, selections
     spent: list[Spent] = field(default_factory=list)  # MACs beside the blocks
     noted: list[tuple[int, Tensor]] = field(default_factory=list)  # (block, [B, N]) what patches were ranked by
     shift: Tensor | None = None  # [B, 1]

@@ -133,7 +133,7 @@ def mlp(
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     probe = taps.index if wanted else -1
     seen: Tensor | None
-    if taps.gate is not None and wanted and _few(stream):
+    if taps.gate is not None and wanted and _few(stream) and _decides(layout, stream):
         given: Any = (block.norm2.weight, block.norm2.bias, block.norm2.eps, ffn.fc1.weight, ffn.fc1.bias)
         rest: Any = (stream.index, stream.count, probe, True, _space(block), taps.gate, layout.where)
         hidden, kept, seen, decided = norm_linear_gated(stream.rows, *given, *rest)
@@ -155,6 +155,12 @@ def mlp(
 def _few(stream: Stream) -> bool:
     """Whether a norm and the product behind it are one kernel."""
     return stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None
+
+
+def _decides(layout: PackedOnDevice, stream: Stream) -> bool:
+    """Whether a product can decide about everybody: there is a row for every cell, and nobody sits out."""
+    room = len(stream.rows if stream.index is None else stream.index)
+    return room == layout.live.numel() and layout.here is layout.live
 
 
 def _space(block: Any) -> int:

@@ -44,7 +44,7 @@ class Times:
     rows: tuple[int, ...]  # rising
     block: tuple[float, ...]
     move: float
-    masked: tuple[float, ...] | None = None  # seconds of a block some rows of which have left; None: as many
+    masked: tuple[float, ...] | None = None  # seconds of a block some rows of which have left; None: the same
 
     def at(self, rows: float, masked: bool = False) -> float:
         """Seconds of a block, on the line between the nearest two measurements."""
@@ -135,7 +135,8 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: b
         if kind == "masks":
             layout.plan = Plan(frozenset(), layout.plan.rows)
             layout.drop(Drop(slot >= max(count - 1, 1)))
-            layout.know(layout.here, layout.here.flatten()[layout.cells])
+            if batch * count <= fused.FEW_ROWS:  # a mask for rows comes with the decision (ops/gate.py)
+                layout.know(layout.here, layout.here.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
             if layer and kind == "moves":

@@ -11,12 +11,15 @@ from conftest import randomise
 from interpreted import DEVICE, here
 from test_fused import CONFIG, HALTING, assert_same, images_of, run
 from test_kernels import TOLERANCE, assert_near, double, dtypes, noise
+from torch._subclasses import FakeTensorMode
 
 import adaptivit
 from adaptivit import fused
+from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.dial import Turn
-from adaptivit.layouts import Plan
+from adaptivit.layouts import PackedOnDevice, Plan
 from adaptivit.ops import compact, gate, kernels, norm_linear
+from adaptivit.policies.aht import AHT
 
 pytestmark = test_kernels.pytestmark
 _poison = test_kernels._poison
@@ -71,6 +74,7 @@ def test_the_kernel(tile: norm_linear.Tile, moved: str, shifted: bool, dtype: to
         assert torch.equal(mine[:stop], usual[:stop])
     seen = found[2].clone()
     seen[stop:] = 0.0
+    assert not seen.isnan().any()
     want = gate.reference(seen, knows, *where)
     assert_near(found[3], want.score, 1e-6)
     assert_near(found[4], want.spent, 1e-6)
@@ -85,6 +89,23 @@ def test_the_kernel(tile: norm_linear.Tile, moved: str, shifted: bool, dtype: to
         exact = norm_linear.reference(*double(x, *affine), 1e-6, *double(w, b), index, rows, PROBE, True)[2]
         assert exact is not None
         assert_near(seen[:stop], exact[:stop], TOLERANCE[dtype])
+
+
+@here
+def test_nan_goes_on_and_the_level_is_enough() -> None:
+    given, x = parts(), noise(IMAGES * SLOTS, WIDTH)
+    x[7] = float("nan")
+    going = torch.ones(IMAGES, SLOTS, dtype=torch.bool, device=DEVICE)
+    spent = torch.zeros(IMAGES, SLOTS, device=DEVICE)
+    sure = (torch.zeros((), device=DEVICE), torch.full((), 40.0, device=DEVICE))  # h is 1
+    knows = gate.Gate(*sure, None, 1.0, PREFIX, spent, going)
+    tile = norm_linear.Tile(16, 16, 1, 4, 1)
+    made = norm_linear.run(x, *given["affine"], 1e-6, given["w"], given["b"], None, None, PROBE, True, tile, 0, knows)
+    want = gate.reference(made[2], knows)
+    assert torch.equal(made[5], want.going)
+    left = torch.arange(SLOTS, device=DEVICE).expand(IMAGES, -1) < PREFIX
+    left.flatten()[7] = True  # what is no number is not enough
+    assert torch.equal(made[5], left)
 
 
 @here
@@ -151,6 +172,49 @@ def test_a_pass_is_that_of_masked(case: str, plan: str, gated: list[int]) -> Non
 
 
 @here
+@pytest.mark.parametrize("backbone", [{"distilled": True}, {"reg_tokens": 2, "no_embed_class": True}], ids=str)
+def test_all_prefix_tokens_stay(backbone: dict[str, Any], gated: list[int]) -> None:
+    model = adaptivit.create(CONFIG | backbone, "aht", gamma=2.0, beta=0.5)
+    randomise(model.vit)
+    model, images = model.to(DEVICE).eval(), images_of()
+    expected = run(model, images, "masked", False)
+    assert_same(run(model, images, "packed", True), expected)
+    assert len(gated) == 3
+    assert not expected.trace.attended.all()
+
+
+@here
+def test_few_rows_then_many(gated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gate has said of rows holds until somebody else decides."""
+    monkeypatch.setattr(fused, "FEW_ROWS", 25)
+    model, images = model_of({}), images_of()
+    plan = Plan(frozenset(), (20, 34, 34, 34))
+    assert_same(run(model, images, "packed", True, plan=plan), run(model, images, "masked", False))
+    assert len(gated) == 1
+
+
+@here
+def test_rows_that_are_fewer_than_cells_are_decided_apart(gated: list[int]) -> None:
+    """One image on `gathered`: as many rows as are left."""
+    model, images = model_of({}), images_of()[:1]
+    assert_same(run(model, images, "gathered", True), run(model, images, "masked", False))
+    assert 0 < len(gated) < 3
+
+
+@here
+def test_a_score_of_ones_own_is_heeded(gated: list[int]) -> None:
+    class Own(AHT):
+        def _score(self, *given: Any) -> Any:
+            score, margin = super()._score(*given)
+            return score / 2, margin
+
+    model, images = model_of({}), images_of()
+    model.policy.__class__ = Own
+    assert_same(run(model, images, "packed", True), run(model, images, "masked", False))
+    assert not gated
+
+
+@here
 def test_budgets_shift_it(gated: list[int]) -> None:
     model, images = model_of({}), images_of()
     turn = Turn(model.policy, shift=torch.tensor([1.5, -2.0], device=DEVICE))
@@ -200,3 +264,61 @@ def test_many_rows_are_decided_apart(gated: list[int], monkeypatch: pytest.Monke
     model, images = model_of({}), images_of()
     assert_same(run(model, images, "packed", True), run(model, images, "masked", False))
     assert not gated
+
+
+# -- what layouts and operations remember ----------------------------------------------------------------------------
+def a_layout() -> PackedOnDevice:
+    layout = PackedOnDevice(noise(2, 9, 16), 1)
+    layout.prefix_stays = True
+    return layout
+
+
+@here
+def test_what_was_said_of_rows_ends_with_their_block() -> None:
+    """Rows of some tokens are not those of all."""
+    layout = a_layout()
+    sitting = torch.arange(9, device=DEVICE).expand(2, -1) > 4
+    layout.sit_out(Skip(sitting))
+    live = layout.live
+    layout.know(live, torch.zeros(18, dtype=torch.bool, device=DEVICE))
+    layout.come_back()
+    layout.drop(Drop(torch.zeros_like(live), stays=live))
+    weight = layout._row_weight()
+    assert weight is None or (isinstance(weight, torch.Tensor) and bool(weight.all()))
+
+
+@here
+@torch.inference_mode()
+def test_a_count_that_is_older_than_a_drop_is_not_believed() -> None:
+    slot = torch.arange(9, device=DEVICE).expand(2, -1)
+    into = torch.where(slot == 8, 1, slot)
+    for older in (True, False):
+        layout = a_layout()
+        before = layout.live
+        layout.drop(Drop((slot == 5) & (torch.arange(2, device=DEVICE)[:, None] == 0)))
+        left = (before & (into == slot)).sum(-1).int()
+        of_whom = before if older else layout.live
+        left = left if older else (layout.live & (into == slot)).sum(-1).int()
+        layout.merge(Merge(into, torch.ones(2, 9, device=DEVICE), left=(of_whom, left)))
+        assert layout.offsets.tolist() == [0, 7, 15]
+        assert layout.cells[:15].tolist() == [0, 1, 2, 3, 4, 6, 7, *range(9, 17)]
+
+
+def test_constants_are_kept_but_for_those_that_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(compact, "_kept", {})
+    like = torch.zeros(2)
+    with FakeTensorMode():
+        assert compact.steps(torch.zeros(2), 30, 7).shape == (5,)
+    assert not compact._kept
+    traced: Any = torch.compile(lambda x: compact.steps(x, 30, 7) + 1, backend="eager", fullgraph=True)
+    assert traced(like).tolist() == [1, 8, 15, 22, 29]
+    assert not compact._kept
+    made = compact.steps(like, 30, 7)
+    assert made.tolist() == [0, 7, 14, 21, 28]
+    assert compact.steps(like, 30, 7) is made
+    with torch.inference_mode():
+        assert not compact.steps(like, 12, 3).is_inference()
+    monkeypatch.setattr(compact, "KEPT", 2)
+    assert compact.steps(like, 4, 1).tolist() == [0, 1, 2, 3]
+    assert len(compact._kept) == 2

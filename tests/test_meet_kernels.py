@@ -53,8 +53,9 @@ def check(
         patches, size, say if says else None, leaving=given, score=score, count=count
     )
     assert (left is None) == (not meet.usable(torch.device(DEVICE)))
+    assert left is None or left[0] is rows.here
     assert left is None or torch.equal(
-        left, (rows.here & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
+        left[1], (rows.here & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
     )
     assert (into.dtype, scale.dtype, after.dtype) == (torch.int64, torch.float32, torch.float32)
     check_into(rows, leaving, patches, into)
@@ -124,7 +125,7 @@ def test_what_folding_looks_at(weights: str, width: int, dtype: torch.dtype) -> 
 
 @here
 @torch.inference_mode()
-@pytest.mark.parametrize(("power", "value"), [(0.5, 0.5), (1.0, 0.0), (0.3, 0.7)])
+@pytest.mark.parametrize(("power", "value"), [(0.5, 0.5), (1.0, 0.0), (0.3, 0.7), (0.5, 1.0), (1.0, 0.5)])
 @pytest.mark.parametrize("likeness", [True, False])
 def test_by_worth(likeness: bool, power: float, value: float) -> None:
     """Found on the way, it is what its own kernel says."""
@@ -140,7 +141,7 @@ def test_by_worth(likeness: bool, power: float, value: float) -> None:
         assert torch.equal(found[0], expected[0])
         assert found.left is not None
         assert expected.left is not None
-        assert torch.equal(found.left, expected.left)
+        assert torch.equal(found.left[1], expected.left[1])
         for one, two in zip(found[1:3], expected[1:3], strict=True):
             assert one.isfinite().all()
             assert (one - two).abs().max() <= 1e-6 * two.abs().max()
@@ -221,6 +222,8 @@ def test_nonsense_is_said() -> None:
         similarity.meet(there, size)
     with pytest.raises(UserError, match="got both"):
         similarity.meet(there, size, leaving=there, score=size)
+    with pytest.raises(UserError, match="a Worth has a say of its own"):
+        similarity.meet(there, size, size, score=Worth(size, None, 0.5, 0.5))
 
 
 @torch.inference_mode()

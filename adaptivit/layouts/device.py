@@ -123,7 +123,7 @@ class PackedOnDevice(Layout):
         else:
             self.put(back(*given))
         self.cells, self.place, self.offsets = cells, place, offsets
-        self._sizes = None
+        self._known = self._sizes = None
         self._counted, self._thin, self._moved = kind
         self.here, self._aside = self.live, None
 
@@ -132,7 +132,8 @@ class PackedOnDevice(Layout):
         self._park()
         size = self.size if decision.size is None else decision.size
         given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
-        merged, values, weight = merge(self.rows, *given, room, size, self.measures, decision.left)
+        left = None if decision.left is None or decision.left[0] is not self.live else decision.left[1]
+        merged, values, weight = merge(self.rows, *given, room, size, self.measures, left)
         rows, stay, self.place, self.cells, self.offsets = merged
         self.put(rows, None if values is None else Moments(values, PIECE))
         self.live = self.here = stay
@@ -146,7 +147,7 @@ class PackedOnDevice(Layout):
         return self.plan.expected(self.layer, self.batch * self.slots) // self.batch
 
     def _row_weight(self) -> Tensor | Log2 | None:
-        """[R] of every row as a key: None for all ones, bool, or float32."""
+        """[R] of every row as a key: None for all ones, bool, float32, or what is known of its logarithm."""
         if self.size is None and not self._thin:
             return None
         if self._sizes is not None and not self._thin:

@@ -77,6 +77,8 @@ class Similarity(ABC):
             raise UserError(
                 f"meet: expected leaving, or score and count; got {'neither' if score is None else 'both'}."
             )
+        if isinstance(score, Worth) and say is not None:
+            raise UserError("meet: a Worth has a say of its own; expected no other.")
         at_once = self._at_once(patches, size, say, leaving, score, count)
         if at_once is not None:
             return at_once

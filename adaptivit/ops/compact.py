@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .kernels import power_of_two, run_on, tl, triton, usable
 
@@ -252,17 +253,35 @@ def _(stay, before, count):
     return before.new_empty(batch * slots), cells, before.new_empty(batch + 1), index
 
 
-_steps: dict[tuple[torch.device, int, int], Tensor] = {}
+_kept: dict[tuple[torch.device, int, int], Tensor] = {}
+KEPT = 64  # so many; others are made in every pass
+
+
+@torch.library.custom_op("adaptivit::steps", mutates_args=())
+def _steps(like: Tensor, stop: int, step: int) -> Tensor:
+    """An operation of its own, since torch.compile would write a plain arange anew for each of its readers."""
+    return torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
+
+
+@_steps.register_fake
+def _(like, stop, step):
+    return like.new_empty(-(-stop // step), dtype=torch.int32)
 
 
 def steps(like: Tensor, stop: int, step: int) -> Tensor:
-    """[stop / step] 0, step, 2 step ..., int32: made once and kept for good, since a CUDA graph reads it where it is.
-    Not to be written to."""
+    """[stop / step] 0, step, 2 step ..., int32, not to be written to. Made once and kept for good, since a CUDA graph
+    reads it where it is; but not while something is traced or recorded, when it would not be a tensor that holds it."""
     key = (like.device, stop, step)
-    if key not in _steps:
-        with torch.inference_mode(False):
-            _steps[key] = torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
-    return _steps[key]
+    if key in _kept:
+        return _kept[key]
+    passing = torch.compiler.is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+    if passing or type(like) not in (Tensor, Parameter) or len(_kept) >= KEPT:
+        return _steps(like, stop, step)
+    with torch.inference_mode(False):
+        made = torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
+    if type(made) is Tensor:
+        _kept[key] = made
+    return made
 
 
 @torch.library.custom_op("adaptivit::stacked", mutates_args=())

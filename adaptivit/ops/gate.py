@@ -20,7 +20,7 @@ from .kernels import tl, triton
 
 @dataclass(frozen=True)
 class Gate:
-    """What a supervisor knows before its block's MLP."""
+    """What a supervisor knows before its block's MLP. Tensors on the grid are contiguous."""
 
     gamma: Tensor  # [] any dtype, as beta
     beta: Tensor  # []
@@ -38,7 +38,7 @@ class Decided:
     score: Tensor  # [B, N] h, 0 where a token had halted before
     spent: Tensor  # [B, N] c'
     going: Tensor  # [B, N] bool
-    rows: Tensor  # [R] bool: the same for every row
+    rows: Tensor  # [R] bool: the same for every live row; what is behind them is not written
 
 
 def reference(seen: Tensor, gate: Gate, cells: Tensor | None = None, place: Tensor | None = None) -> Decided:
@@ -88,7 +88,7 @@ if triton is not None:
         score = tl.where(going, tl.sigmoid(logit), 0.0)
         halts = cell % slots >= prefix
         spent = tl.load(spent_pointer + cell, mask=there, other=0.0) + tl.where(halts, score, 0.0)
-        going = going & ((halts == 0) | (spent < level))
+        going = going & ((halts == 0) | ((spent >= level) == 0))  # NaN goes on
         tl.store(score_out + cell, score, mask=there)
         tl.store(spent_out + cell, spent, mask=there)
         tl.store(going_out + cell, going.to(tl.uint8), mask=there)

@@ -31,11 +31,14 @@ if triton is not None:
     from .worth import _say, _score
 
 
+Left = tuple[Tensor, Tensor]  # of those who are here [B, N] bool, how many are left in every image [B] int32
+
+
 class Met(NamedTuple):
     into: Tensor  # [B, N] long
     scale: Tensor  # [B, N]
     size: Tensor  # [B, N] afterwards
-    left: Tensor | None = None  # [B] int32: how many tokens are left in every image, where the kernel has counted them
+    left: Left | None = None  # where the kernel has counted them
 
 
 def reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
@@ -273,7 +276,7 @@ def meet(
     if not usable(here.device) or not floats or torch.is_grad_enabled():
         return None
     given = [None if t is None else t.contiguous() for t in (leaving, score, size, say, alike)]
-    found = _meet(
+    into, scale, after, left = _meet(
         units,
         patches.contiguous(),
         here.contiguous(),
@@ -282,4 +285,4 @@ def meet(
         *given[2:],
         *(() if worth is None else (worth.power, worth.value)),
     )
-    return Met(*found)
+    return Met(into, scale, after, (here, left))

@@ -371,7 +371,8 @@ def norm_linear_gated(
 ) -> tuple[Tensor, Tensor, Tensor, Decided]:
     """The same, and what gate.reference makes of what was seen. `where`: cells [R] and place [B N] of rows that have
     been moved (layouts/device.py)."""
-    knows = (gate.gamma, gate.beta, gate.shift, gate.level, gate.prefix, gate.spent, gate.going)
+    shift = None if gate.shift is None else gate.shift.contiguous()
+    knows = (gate.gamma, gate.beta, shift, gate.level, gate.prefix, gate.spent.contiguous(), gate.going.contiguous())
     given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space)
     out, kept, seen, score, spent, going, of_rows = _norm_linear_gated(*given, *knows, *where)
     of_rows = going.flatten() if where[0] is None else of_rows

@@ -160,7 +160,7 @@ class AHT(Policy):
         """The paper's supervisor: it reads fc1 and nothing else, and the token leaves by being dropped."""
         settings, halting = self.settings, state.halting
         paper = (settings.feature, settings.decide, settings.leave) == ("fc1", "after", "drop")
-        more = settings.relative > 0 or settings.plan_weight > 0 or view.limited
+        more = settings.relative > 0 or settings.plan_weight > 0 or view.limited or type(self)._score is not AHT._score
         if not paper or more or view.last or not self.decides(view.layer) or torch.is_grad_enabled():
             return None
         prefix = self.shape.prefix if settings.class_token == "stays" else 0
