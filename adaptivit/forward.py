@@ -95,7 +95,7 @@ def forward(
     always = all(mask is run.attended[0] for mask in run.attended)  # then one copy serves every layer
     same = all(a is b for a, b in zip(run.attended, run.updated, strict=True))
     if always and same:
-        attended = updated = run.attended[0].expand(shape.layers, -1, -1)
+        attended = updated = run.attended[0].clone().expand(shape.layers, -1, -1)  # it may be a constant that is kept
     else:
         masks = run.attended if same else run.attended + run.updated
         made = stacked(masks) if run.masks_of_kernels else torch.stack(masks)

@@ -135,7 +135,7 @@ def mlp(
     seen: Tensor | None
     if taps.gate is not None and wanted and _few(stream) and _decides(layout, stream):
         given: Any = (block.norm2.weight, block.norm2.bias, block.norm2.eps, ffn.fc1.weight, ffn.fc1.bias)
-        rest: Any = (stream.index, stream.count, probe, True, _space(block), taps.gate, layout.where)
+        rest: Any = (stream.index, stream.count, probe, True, stream.expected, _space(block), taps.gate, layout.where)
         hidden, kept, seen, decided = norm_linear_gated(stream.rows, *given, *rest)
         taps.give("decided", decided)
         layout.know(decided.going, decided.rows)
@@ -186,7 +186,7 @@ def _normed(
         return out, stream.rows, seen
     gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
     if _few(stream):
-        rest = (stream.index, stream.count, probe, gelu, space)
+        rest = (stream.index, stream.count, probe, gelu, stream.expected, space)
         return norm_linear(stream.rows, gain, offset, eps, product.weight, product.bias, *rest)
     row = None if probe < 0 else product.weight[probe]
     shift = None if probe < 0 or product.bias is None else product.bias[probe : probe + 1]

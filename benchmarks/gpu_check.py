@@ -68,12 +68,13 @@ def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
         assert want is not None
         close(f"norm {part}, {name}", out[:live], want[:live], BOUND[dtype])
     if norm_linear.split(width):
-        made = norm_linear.norm_linear(x, c, scale, 1e-6, w, b, index, count, 5, True)
         want64 = norm_linear.reference(d64[0], d64[4], d64[5], 1e-6, d64[1], d64[2], index, count, 5, True)
-        for part, out, want in zip(("out", "kept", "seen"), made, want64, strict=True):
-            assert out is not None
-            assert want is not None
-            close(f"norm_linear {part}, {name}", out[:live], want[:live], BOUND[dtype])
+        for expected in (9, 500):
+            made = norm_linear.norm_linear(x, c, scale, 1e-6, w, b, index, count, 5, True, expected)
+            for part, out, want in zip(("out", "kept", "seen"), made, want64, strict=True):
+                assert out is not None
+                assert want is not None
+                close(f"norm_linear {part}, tile for {expected}, {name}", out[:live], want[:live], BOUND[dtype])
 
 
 def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
@@ -318,6 +319,10 @@ def check_kernels() -> None:
     for images in (1, 40, 300):
         got, want = (f(stay[:images], cells[: images * 197]) for f in (compact.order, compact.reference))
         same(f"order of {images} images", got, want)
+    with torch.inference_mode():
+        masks = [stay[:, ::2], stay[:, 1::2].T.contiguous().T, *(stay[:, :99] for _ in range(10))]
+        masks = [mask[:, :98] for mask in masks]
+        same("masks stacked", (compact.stacked(masks),), (torch.stack(masks),))
     pixels, w, b = (
         noise(3, 3, 224, 224, dtype=torch.bfloat16),
         noise(192, 768, dtype=torch.bfloat16) / 28,

@@ -20,7 +20,7 @@ def check_gate(dtype: torch.dtype, images: int, moves: bool) -> None:
     spent, shift = torch.rand(images, slots, device="cuda"), torch.randn(images, 1, device="cuda")
     knows = gate.Gate(gamma, beta, shift, 0.99, 1, spent, stay & (torch.rand_like(spent) < 0.9))
     count, where = (offsets[-1:], (cells, place)) if moves else (None, (None, None))
-    given = (x, gain, offset, 1e-6, w, b, index if moves else None, count, 5, True, 0)
+    given = (x, gain, offset, 1e-6, w, b, index if moves else None, count, 5, True, images * slots, 0)
     out, kept, seen, found = norm_linear.norm_linear_gated(*given, knows, where)
     plain = norm_linear.norm_linear(*given)
     live, name = int(offsets[-1]), f"{str(dtype)[6:]}, {images} images{', moved' * moves}"

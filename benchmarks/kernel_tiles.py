@@ -39,13 +39,18 @@ MANY = [  # three and four programs a multiprocessor: one wave where two would n
     for residents in (3, 4)
     if stages * (m + n) * k * 2 + m * 64 * 2 < 225_000 // residents
 ]
+SMALL = [  # for a row an image: the last MLP, and the rows of one image
+    linear.Tile(m, n, k, 4, stages, 0)
+    for m, n in ((16, 16), (16, 32), (16, 64), (32, 32), (64, 16), (64, 32))
+    for k in (128, 256)
+    for stages in (3, 4)
+    if stages * (m + n) * k * 2 < 200_000
+]
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
-KINDS = {"linear": LINEAR, "many": MANY}
+KINDS = {"linear": LINEAR, "many": MANY, "small": SMALL}
 NORM_LINEAR = [
-    norm_linear.Tile(m, n, span, warps, stages)
-    for m, n, warps in ((16, 64, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8))
-    for span in (1, 2, 3, 6)
-    for stages in ((1,) if span == 1 else (1, 2))
+    norm_linear.Tile(m, n, warps)
+    for m, n, warps in ((16, 16, 4), (16, 32, 4), (16, 64, 4), (32, 32, 4), (32, 64, 4), (32, 64, 8), (32, 128, 8))
 ]
 
 
@@ -110,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     from triton.testing import do_bench_cudagraph
 
-    for rows in [64] if options.compile else options.rows:
+    for rows in options.rows:  # Triton compiles anew for 1, and for multiples of 16
         for name, tiles, run, reference in cases(rows, options.width, options.only, options.measured):
             if name.split()[-1] not in options.products:
                 continue

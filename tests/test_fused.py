@@ -248,6 +248,20 @@ def test_when_rows_move_changes_nothing(case: str) -> None:
 
 
 @here
+@pytest.mark.parametrize("layout", ["packed", "gathered"])
+def test_an_answer_is_the_callers_own(layout: str) -> None:
+    """Masks of everybody are constants that are kept: whoever writes to a trace does not write to those."""
+    model, images = make("static").eval(), images_of()
+    first = run(model, images, layout, True)
+    with torch.inference_mode():
+        for t in (first.trace.attended[0], first.trace.updated[1]):
+            t.fill_(False)
+    again = run(model, images, layout, True)
+    assert again.trace.attended.all()
+    assert torch.equal(again.logits, first.logits)
+
+
+@here
 def test_one_image_and_facts_on_request() -> None:
     check(make("aht"), images_of(batch=1), ask=("plan", "tokens"))
     model = make("aht")

@@ -47,7 +47,7 @@ def parts() -> dict[str, Any]:
 @dtypes
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("moved", ["no", "before", "now", "nobody is left"])
-@pytest.mark.parametrize("tile", [norm_linear.Tile(16, 16, 1, 4, 1), norm_linear.Tile(32, 32, 3, 4, 1)], ids=str)
+@pytest.mark.parametrize("tile", [norm_linear.Tile(16, 16, 4), norm_linear.Tile(32, 32, 4)], ids=str)
 def test_the_kernel(tile: norm_linear.Tile, moved: str, shifted: bool, dtype: torch.dtype) -> None:
     """Rows in their cells; moved some blocks ago, and thinned since; to be moved by this kernel. A cell without a row,
     whatever memory held, has not gone on."""
@@ -99,7 +99,7 @@ def test_nan_goes_on_and_the_level_is_enough() -> None:
     spent = torch.zeros(IMAGES, SLOTS, device=DEVICE)
     sure = (torch.zeros((), device=DEVICE), torch.full((), 40.0, device=DEVICE))  # h is 1
     knows = gate.Gate(*sure, None, 1.0, PREFIX, spent, going)
-    tile = norm_linear.Tile(16, 16, 1, 4, 1)
+    tile = norm_linear.Tile(16, 16, 4)
     made = norm_linear.run(x, *given["affine"], 1e-6, given["w"], given["b"], None, None, PROBE, True, tile, 0, knows)
     want = gate.reference(made[2], knows)
     assert torch.equal(made[5], want.going)
@@ -116,7 +116,7 @@ def test_the_operation_tells_its_shapes() -> None:
     cells = torch.arange(len(x), device=DEVICE, dtype=torch.int32)
     tensors = (knows.gamma, knows.beta, knows.shift, knows.level, knows.prefix, knows.spent, knows.going)
     for index, where in ((None, (None, None)), (cells.flip(0), (cells, cells))):
-        usual = (x, *given["affine"], 1e-6, given["w"], given["b"], index, None, PROBE, True, 80)
+        usual = (x, *given["affine"], 1e-6, given["w"], given["b"], index, None, PROBE, True, 40, 80)
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(norm_linear._norm_linear_gated, (*usual, *tensors, *where), test_utils=checks)
 

@@ -70,7 +70,7 @@ def test_products(name: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
 def test_a_product_that_decides(dtype: torch.dtype) -> None:
     """DeiT-S's fc1 with few rows, moved."""
-    tile, (left, right) = norm_linear.tile_for(dtype), norm_linear.split(384) or (0, 0)
+    tile, (left, right) = norm_linear.tile_for(197, 1536, dtype), norm_linear.split(384) or (0, 0)
     given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "gamma", "beta")
     types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | dict.fromkeys(
         ("going_pointer", "going_out", "rows_out"), "*u8"
@@ -80,10 +80,9 @@ def test_a_product_that_decides(dtype: torch.dtype) -> None:
     types |= dict.fromkeys(("room", "probe", "slots", "prefix"), "i32") | {"eps": "fp32", "level": "fp32"}
     flags = ("MOVES", "COUNTED", "PROBED", "BIAS", "GELU", "GATED", "MOVED", "SHIFTED")
     constants: dict[str, Any] = {"N": 1536, "LEFT": left, "RIGHT": right, **dict.fromkeys(flags, True)}
-    constants |= {"TM": tile.m, "TN": tile.n, "SPAN": tile.span, "EXACT": dtype == torch.float32}
+    constants |= {"TM": tile.m, "TN": tile.n, "EXACT": dtype == torch.float32}
     constants["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    assert shared_memory(norm_linear._norm_linear_kernel, types, constants, **options) + RESERVED <= SHARED
+    assert shared_memory(norm_linear._norm_linear_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -96,10 +95,12 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool) -> None:
     types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "moments", "scale", "size", "weight")}
     types |= {"stay_pointer": "*u8", "stays_pointer": "*u8", "into_pointer": "*i64"}
     types |= dict.fromkeys(("slots", "room", "batch", "count"), "i32")
-    constants: dict[str, Any] = {"D": 384, "TM": 32, "TL": 16, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
+    constants: dict[str, Any] = {"D": 384, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
+    constants |= {"TM": merge.tile_for(32).m, "TL": merge.tile_for(32).joining}
     constants |= {"WIDE": 256, "IMAGES": 1, "COUNTED": False, "EQUAL": equal, "MEETS": True, "SIZED": True}
     constants |= {"ORDERS": True, "IMAGES": 1 if equal else 32, "COUNTED": not equal}
-    shared_memory(merge._merge_kernel, types, constants | {"PRECISION": "ieee" if exact else "tf32"})
+    constants["PRECISION"] = "ieee" if exact else "tf32"
+    assert shared_memory(merge._merge_kernel, types, constants, num_warps=merge.tile_for(32).warps) + RESERVED <= SHARED
     types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
     types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
     types |= {f"{name}_pointer": "*fp32" for name in ("gate", "moments")}
@@ -115,9 +116,11 @@ def test_patches_that_fold(ranked: bool) -> None:
     types |= {"left_pointer": "*i32"}
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
     types |= {"power": "fp32", "value": "fp32"}
-    constants = {"d": 64, "WIDE": 64, "ALL": 256, "TM": 32, "TN": 64, "RANKED": ranked, "SUMS": True, "SAYS": True}
+    tile = meet.tile_for(256)
+    constants = {"d": 64, "WIDE": 64, "ALL": 256, "RANKED": ranked, "SUMS": True, "SAYS": True}
+    constants |= {"TM": tile.m, "TN": tile.n, "PART": tile.part}
     constants |= dict.fromkeys(("WORTH", "LIKENESS", "POWER_HALF", "VALUE_HALF"), ranked)
-    shared_memory(meet._meet_kernel, types, constants, num_warps=8)
+    assert shared_memory(meet._meet_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
 
 
 @pytest.mark.parametrize("weighted", [0, 1, 2])

@@ -72,7 +72,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 # -- linear ---------------------------------------------------------------------------------------------------------
 CLASSES = [(rows, width, adds) for rows in (512, 4096, 32768) for width in (128, 192) for adds in (False, True)]
-TILES = sorted({linear.tile_for(*c) for c in CLASSES}, key=str)
+TILES = sorted({*(linear.tile_for(*c) for c in CLASSES), linear.tile_for(512, 128, True, depth=1536)}, key=str)
 
 
 def fitting(tile: linear.Tile) -> linear.Tile:
@@ -197,7 +197,7 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
 @here
 @dtypes
 @pytest.mark.parametrize("width", [32, 48, 192])
-@pytest.mark.parametrize("tile", [norm_linear.Tile(16, 16, 1, 4, 1), norm_linear.Tile(32, 32, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize("tile", [norm_linear.Tile(16, 16, 4), norm_linear.Tile(32, 32, 4)], ids=str)
 def test_norm_linear(tile: norm_linear.Tile, width: int, dtype: torch.dtype) -> None:
     room, n = 40, 72
     affine = (1 + noise(width, seed=1, dtype=dtype), noise(width, seed=2, dtype=dtype))
@@ -227,7 +227,7 @@ def test_norm_linear(tile: norm_linear.Tile, width: int, dtype: torch.dtype) -> 
 @here
 def test_norm_linear_chooses_a_tile() -> None:
     x, affine, w = noise(9, 96), (noise(96, seed=1), noise(96, seed=2)), noise(40, 96, seed=3) / 10
-    out, kept, seen = norm_linear.norm_linear(x, *affine, 1e-6, w, None, None, None, -1, True)
+    out, kept, seen = norm_linear.norm_linear(x, *affine, 1e-6, w, None, None, None, -1, True, 9)
     assert kept is x
     assert seen is None
     assert_near(out, norm_linear.reference(*double(x, *affine), 1e-6, w.double(), gelu=True)[0], 3e-6)
@@ -454,6 +454,38 @@ def test_order_twice(size: tuple[int, int]) -> None:
         assert torch.equal(rows[: offsets[-1]], cells[: offsets[-1]])
 
 
+@here
+@torch.inference_mode()
+@pytest.mark.parametrize(("number", "size"), [(1, (1, 1)), (12, (3, 197)), (24, (7, 300)), (3, (0, 5))])
+def test_masks_stacked(number: int, size: tuple[int, int]) -> None:
+    masks = [
+        staying("most", *size, seed=seed) if all(size) else torch.ones(size, device=DEVICE) > 0
+        for seed in range(number)
+    ]
+    masks[-1] = masks[-1].T.contiguous().T  # not as it lies in memory
+    given = [*masks, masks[0]]  # one of them twice
+    assert torch.equal(compact.stacked(given), torch.stack(given))
+
+
+@here
+def test_constants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once where kernels read them; not while something is traced, nor where a gradient may be wanted."""
+    monkeypatch.setattr(compact, "_kept", {})
+    x = noise(2, 3)
+    with torch.inference_mode():
+        one, zero = (compact.filled(x, (2, 3), value, dtype) for value, dtype in ((True, torch.bool), (0.0, x.dtype)))
+        assert torch.equal(one, torch.ones(2, 3, dtype=torch.bool, device=DEVICE))
+        assert torch.equal(zero, torch.zeros(2, 3, device=DEVICE))
+        assert compact.filled(x, (2, 3), True, torch.bool) is one
+        assert compact.filled(x, (3, 2), True, torch.bool).shape == (3, 2)
+        assert compact.steps(x, 6, 1) is compact.steps(x, 6, 1)
+        assert not one.is_inference()
+        fake = torch.compile(lambda t: compact.filled(t, (4, 5), 2.0, torch.float32) + t, backend="eager")
+        assert torch.equal(fake(torch.zeros(4, 5, device=DEVICE)), torch.full((4, 5), 2.0, device=DEVICE))
+        assert (x.device, 4, 5, 2.0, torch.float32) not in compact._kept
+    assert compact.filled(x, (2, 3), True, torch.bool) is not one
+
+
 def test_the_sizes_take_both_branches() -> None:
     def counted(batch: int, slots: int) -> bool:
         return kernels.power_of_two(slots) * kernels.power_of_two(batch, 1) > 16384
@@ -525,9 +557,9 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, None, None, None, None))
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, index, count(5), probe, noise(1)))
     wide, affine = noise(5, 32), (noise(32), noise(32), 1e-6, noise(8, 32), noise(8))
-    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True))
-    check(norm_linear._norm_linear, (wide, *affine, index, count(5), 3, False))
-    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 24))
+    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 9))
+    check(norm_linear._norm_linear, (wide, *affine, index, count(5), 3, False, 9))
+    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 500, 24))
     for weights in ("none", "bool", "sizes"):
         q, k, v, offsets, given = packed([3, 2], 1, 16, weights, torch.float32)
         rows, seen = [t[:5] for t in (q, k, v)], kernels.log2_weight(None if given is None else given[:5])

@@ -89,6 +89,20 @@ def test_heads_of_any_width(width: int) -> None:
 
 @here
 @torch.inference_mode()
+@pytest.mark.parametrize("slots", [5, 197, 300])
+def test_odd_scores_are_ranked(slots: int) -> None:
+    """NaN is above all numbers, 0 and -0 are equal, of equals the first is above."""
+    rows = Rows(tokens("ragged", slots, 3), 2, 32, torch.float32, "ragged")
+    patches = (torch.arange(slots, device=DEVICE).expand(3, -1) > 0) & some(3, slots, share=0.8)
+    few = torch.tensor([0.0, -0.0, 1.5, -1.5, float("inf"), -float("inf"), float("nan"), 1e-42, -1e-42, -float("nan")])
+    score = few[torch.randint(len(few), (3, slots), generator=random())].to(DEVICE)
+    score[1] = float("nan")
+    for count in (0, 1, slots // 2, slots):
+        check(rows, patches, select.reference(score, patches, count, rest=True), True, score, count)
+
+
+@here
+@torch.inference_mode()
 @kinds
 def test_by_rank(kind: str) -> None:
     """All but the best leave, of equals the last, and NaN is above all."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..decision import Decision, Drop, Keep, Merge, Skip
 from ..errors import UserError
+from ..ops.compact import filled
 from .similarity import Match, Similarity, mean_key
 
 
@@ -95,7 +96,7 @@ class Layout(ABC):
 
     def __init__(self, x: Tensor, read: int) -> None:  # x [B, N, D]; the head reads the first `read` slots
         self.read = read
-        self.live = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        self.live = filled(x, x.shape[:2], True, torch.bool)
         self.here = self.live
         self.size = None
         self.put(x)

@@ -14,7 +14,8 @@ A given count is believed: whoever is too many in an image has no row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,8 +254,23 @@ def _(stay, before, count):
     return before.new_empty(batch * slots), cells, before.new_empty(batch + 1), index
 
 
-_kept: dict[tuple[torch.device, int, int], Tensor] = {}
+_kept: dict[tuple[Any, ...], Tensor] = {}
 KEPT = 64  # so many; others are made in every pass
+
+
+def _constant(like: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor], now: Callable[[], Tensor]) -> Tensor:
+    """What `make` gives, made once and kept for good, since a CUDA graph reads it where it is; not to be written to.
+    Not while something is traced or recorded, when it would not be a tensor that holds it: then what `now` gives."""
+    if key in _kept:
+        return _kept[key]
+    passing = torch.compiler.is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+    if passing or type(like) not in (Tensor, Parameter) or len(_kept) >= KEPT:
+        return now()
+    with torch.inference_mode(False):
+        made = make()
+    if type(made) is Tensor:
+        _kept[key] = made
+    return made
 
 
 @torch.library.custom_op("adaptivit::steps", mutates_args=())
@@ -269,24 +285,40 @@ def _(like, stop, step):
 
 
 def steps(like: Tensor, stop: int, step: int) -> Tensor:
-    """[stop / step] 0, step, 2 step ..., int32, not to be written to. Made once and kept for good, since a CUDA graph
-    reads it where it is; but not while something is traced or recorded, when it would not be a tensor that holds it."""
-    key = (like.device, stop, step)
-    if key in _kept:
-        return _kept[key]
-    passing = torch.compiler.is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing())
-    if passing or type(like) not in (Tensor, Parameter) or len(_kept) >= KEPT:
-        return _steps(like, stop, step)
-    with torch.inference_mode(False):
-        made = torch.arange(0, stop, step, device=like.device, dtype=torch.int32)
-    if type(made) is Tensor:
-        _kept[key] = made
-    return made
+    """[stop / step] 0, step, 2 step ..., int32, not to be written to."""
+    made = functools.partial(torch.arange, 0, stop, step, device=like.device, dtype=torch.int32)
+    return _constant(like, (like.device, stop, step), made, functools.partial(_steps, like, stop, step))
+
+
+def filled(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
+    """One value everywhere, not to be written to; kept where kernels of ours read it."""
+    made = functools.partial(torch.full, tuple(shape), value, dtype=dtype, device=like.device)
+    return _constant(like, (like.device, *shape, value, dtype), made, made) if run_on(like) else made()
+
+
+if triton is not None:
+
+    @triton.jit
+    def _stack_kernel(masks, out_pointer, cells, TILE: tl.constexpr):
+        """A program copies a part of one of them."""
+        which = tl.program_id(1)
+        source = masks[0]
+        for n in tl.static_range(1, len(masks)):
+            if which == n:
+                source = masks[n]
+        cell = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        value = tl.load(source + cell, mask=cell < cells, other=0)
+        tl.store(out_pointer + which.to(tl.int64) * cells + cell, value, mask=cell < cells)
 
 
 @torch.library.custom_op("adaptivit::stacked", mutates_args=())
 def _stacked(masks: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(masks))
+    out = torch.empty(len(masks), *masks[0].shape, dtype=torch.bool, device=masks[0].device)
+    cells = masks[0].numel()
+    if out.numel():
+        given = tuple(mask.contiguous().view(torch.uint8) for mask in masks)
+        _stack_kernel[(triton.cdiv(cells, 1024), len(masks))](given, out.view(torch.uint8), cells, TILE=1024)
+    return out
 
 
 @_stacked.register_fake
@@ -295,8 +327,8 @@ def _(masks):
 
 
 def stacked(masks: Sequence[Tensor]) -> Tensor:
-    """torch.stack in one launch, where the masks come from kernels of ours: torch.compile would copy each by itself, as
-    soon as it is there (and where it has made them, it writes the copy with them)."""
+    """torch.stack of masks in one launch, where they come from kernels of ours: torch.compile would copy each by
+    itself, as soon as it is there (and where it has made them, it writes the copy with them)."""
     return _stacked(masks) if run_on(masks[0]) else torch.stack(list(masks))
 
 

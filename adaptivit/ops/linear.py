@@ -73,14 +73,15 @@ class Norm:
     seen: Tensor
 
 
-def tile_for(rows: int, width: int, adds: bool, wide: bool = False) -> Tile:
-    """Measured on an H200 (benchmarks/LOG.md): by the rows that are expected, and whether a residual is read.
-
-    `wide` elements (float32) take twice the shared memory."""
+def tile_for(rows: int, width: int, adds: bool, wide: bool = False, depth: int = 0) -> Tile:
+    """Measured on an H200 (benchmarks/LOG.md): by the rows that are expected, whether a residual is read, and the width
+    in, `depth`. `wide` elements (float32) take twice the shared memory."""
     narrow = width % 128 != 0
     if wide:
         return Tile(64, 64, 32, 4, 3, 2)
     if rows < 1024:  # a few tiles for many multiprocessors: small ones
+        if adds and depth >= 1024:
+            return Tile(64, 32, 256, 4, 4, 0)
         return Tile(64, 32, 128, 4, 3, 0) if adds or narrow else Tile(64, 64, 128, 4, 3, 0)
     if not adds:
         return Tile(128, 64, 64, 4, 4, 2, 2) if narrow else Tile(128, 128, 64, 4, 3, 2, 2)
@@ -299,7 +300,7 @@ def linear(
     """The kernel: [R, K] -> [R, N]; rows behind the last tile of live ones are not written.
 
     `expected` rows choose the tile; any number of them is right. `space`: see kernels.blank."""
-    tile = tile_for(expected, len(weight), residual is not None, x.dtype == torch.float32)
+    tile = tile_for(expected, len(weight), residual is not None, x.dtype == torch.float32, x.shape[1])
     return run(x, weight, bias, residual, scale, rows, gelu, tile, space=space)
 
 

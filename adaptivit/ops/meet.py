@@ -11,11 +11,13 @@ and say may be found on the way (worth.py).
     size'  of who stays the sum of the sizes of those that come, its own included
 
 One program an image does all of it: those that leave are few, and are gathered into one tile, whose cosines with
-everybody are in registers.
+everybody are in registers. With few images its time is that of a chain of waits, so that they are few: everybody is
+ranked by one comparison of whole numbers each (_key), and counted up across threads once, at the end.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,6 @@ from .kernels import power_of_two, tl, triton, usable
 from .worth import Worth
 
 if triton is not None:
-    from .select import _higher
     from .similar import _cosines, _unit
     from .worth import _say, _score
 
@@ -74,6 +75,7 @@ if triton is not None:
         ALL: tl.constexpr,  # slots, rounded up
         TM: tl.constexpr,  # of those that leave
         TN: tl.constexpr,  # of those that they may join
+        PART: tl.constexpr,  # of those that everybody is compared with at once
         RANKED: tl.constexpr,
         SUMS: tl.constexpr,
         SAYS: tl.constexpr,
@@ -90,11 +92,13 @@ if triton is not None:
         patch = tl.load(patches_pointer + cell, mask=inside, other=0) != 0
         here = tl.load(here_pointer + cell, mask=inside, other=0) != 0
         if RANKED:
-            above = _above(
-                *(score_pointer, alike_pointer, patches_pointer, first_cell, slot, slots, power),
-                *(ALL, 16, WORTH, LIKENESS, POWER_HALF),
-            )
-            leaves = patch & (above >= count)
+            score = tl.load(score_pointer + cell, mask=inside, other=0.0)
+            if WORTH:
+                alike = score
+                if LIKENESS:
+                    alike = tl.load(alike_pointer + cell, mask=inside, other=0.0)
+                score = _score(score, alike, power, LIKENESS, POWER_HALF)
+            leaves = patch & (_above(score, patch, into_pointer + first_cell, slot, slots, ALL, PART) >= count)
         else:
             leaves = tl.load(leaving_pointer + cell, mask=inside, other=0) != 0
         asks = leaves & patch & here
@@ -153,49 +157,45 @@ if triton is not None:
             tl.store(after_pointer + cell, tl.where(here & (into == slot), total + size, size), mask=inside)
 
     @triton.jit
-    def _scores(
-        score_pointer,
-        alike_pointer,
-        cell,
-        inside,
-        power,
-        WORTH: tl.constexpr,
-        LIKENESS: tl.constexpr,
-        HALF: tl.constexpr,
-    ):
-        score = tl.load(score_pointer + cell, mask=inside, other=0.0)
-        if WORTH:
-            alike = score
-            if LIKENESS:
-                alike = tl.load(alike_pointer + cell, mask=inside, other=0.0)
-            score = _score(score, alike, power, LIKENESS, HALF)
-        return score
+    def _key(score, there, slot):
+        """Whole numbers that are in the order of the scores, NaN above all, of equals the first slot above the others;
+        whoever is not there is below."""
+        bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # 0 and -0 are equal
+        rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        rank = tl.where(score != score, 0x7FFFFFFF, rank).to(tl.int64)
+        return tl.where(there, rank * 4294967296 + (0x7FFFFFFF - slot), -0x8000000000000000)
 
     @triton.jit
-    def _above(
-        score_pointer,
-        alike_pointer,
-        patches_pointer,
-        first_cell,
-        slot,
-        slots,
-        power,
-        ALL: tl.constexpr,
-        PART: tl.constexpr,
-        WORTH: tl.constexpr,
-        LIKENESS: tl.constexpr,
-        HALF: tl.constexpr,
-    ):
-        """[ALL] how many patches are above each token, as in select.py."""
-        from_here = first_cell + slot
-        mine = _scores(score_pointer, alike_pointer, from_here, slot < slots, power, WORTH, LIKENESS, HALF)
-        above = tl.zeros((ALL,), dtype=tl.int32)
+    def _above(score, there, room_pointer, slot, slots, ALL: tl.constexpr, PART: tl.constexpr):
+        """[ALL] how many of them are above each of those that are there (select.py). room_pointer [slots] int64 is
+        written to."""
+        mine = _key(score, there, slot)
+        tl.store(room_pointer + slot, mine, mask=slot < slots)
+        tl.debug_barrier()  # what was written is read by other threads from here on
+        above = tl.zeros((ALL, PART), dtype=tl.int32)
         for first in range(0, slots, PART):
             j = first + tl.arange(0, PART)
-            there = tl.load(patches_pointer + first_cell + j, mask=j < slots, other=0) != 0
-            other = _scores(score_pointer, alike_pointer, first_cell + j, j < slots, power, WORTH, LIKENESS, HALF)
-            above += tl.sum((_higher(other, j, mine, slot) & there[None, :]).to(tl.int32), 1)
-        return above
+            other = tl.load(room_pointer + j, mask=j < slots, other=-0x8000000000000000)
+            above += (other[None, :] > mine[:, None]).to(tl.int32)
+        tl.debug_barrier()  # and is written to again
+        return tl.sum(above, 1)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Those that leave, those that they may join, those that everybody is compared with at once; warps."""
+
+    m: int
+    n: int
+    part: int
+    warps: int
+
+
+def tile_for(every: int, images: int = 1) -> Tile:
+    """By the slots, a power of two, and how many programs there are; measured on an H200 (benchmarks/LOG.md)."""
+    if every <= 256:
+        return Tile(16, 128, 32, 8) if images <= 128 else Tile(16, 64, 16, 4)
+    return Tile(16, 64, max(8, 8192 // every), 8 if every <= 512 else 16)
 
 
 @torch.library.custom_op("adaptivit::meet", mutates_args=())
@@ -216,6 +216,7 @@ def _meet(
     Worth, score is the attention that was seen."""
     batch, slots = here.shape
     width, every = units.shape[-1], power_of_two(slots)
+    tile = tile_for(every, batch)
     into = torch.empty(batch, slots, dtype=torch.long, device=here.device)
     scale, after = (here.new_empty(here.shape if size is not None else (0,), dtype=torch.float32) for _ in range(2))
     left = torch.empty(batch, dtype=torch.int32, device=here.device)
@@ -229,8 +230,9 @@ def _meet(
             d=width,
             WIDE=power_of_two(width),
             ALL=every,
-            TM=32 if every <= 1024 else 16,
-            TN=64,
+            TM=tile.m,
+            TN=tile.n,
+            PART=tile.part,
             RANKED=leaving is None,
             SUMS=size is not None,
             SAYS=say is not None or worth,
@@ -238,7 +240,7 @@ def _meet(
             LIKENESS=alike is not None,
             POWER_HALF=power == 0.5,
             VALUE_HALF=value == 0.5,
-            num_warps=4 if every < 256 else 8 if every <= 512 else 16,
+            num_warps=tile.warps,
         )
     return into, scale, after, left
 

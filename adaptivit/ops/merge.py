@@ -13,6 +13,8 @@ as the attention kernels take weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,24 @@ if triton is not None:
     from .linear import _measure
 
 PIECE = 64  # columns of a program, and of a pair of moments
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a tile, those that join them at once, warps, and whether every program finds the order of its image
+    itself, which saves a launch, and is work done several times over."""
+
+    m: int
+    joining: int
+    warps: int
+    orders: bool
+
+
+def tile_for(images: int) -> Tile:
+    """Measured on an H200 (benchmarks/LOG.md)."""
+    return Tile(64, 16, 4, images <= 8)
+
+
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -56,6 +76,50 @@ def reference_join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | No
 
 
 if triton is not None:
+
+    @triton.jit
+    def _places(index_pointer, own_pointer, start, i, length):
+        """Where the i-th rows of an image were, and their own scale."""
+        index = tl.load(index_pointer + start + i, mask=i < length, other=0)
+        return index, tl.load(own_pointer + start + i, mask=i < length, other=0.0)
+
+    @triton.jit
+    def _joining(rows_pointer, source_pointer, target_pointer, part_pointer, first_cell, k, number, c, D: tl.constexpr):
+        """Of the k-th of those that join [TL]: the row that each joins, its scale, columns c [TL, TC] of its own with 0
+        for what is not finite (0 times NaN is NaN), and how many that are."""
+        there = k < number
+        target = tl.load(target_pointer + first_cell + k, mask=there, other=-1)
+        part = tl.load(part_pointer + first_cell + k, mask=there, other=0.0)
+        source = tl.load(source_pointer + first_cell + k, mask=there, other=0).to(tl.int64)
+        mask = there[:, None] & (c < D)[None, :]
+        y = tl.load(rows_pointer + source[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        finite = tl.abs(y) < float("inf")
+        return target, part, tl.where(finite, y, 0.0), tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0)
+
+    @triton.jit
+    def _added(out, row, target, part, clean, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+        """Rows [TM, TC] and what joins them, multiplied in as a matrix of scales [TM, TL]; a float32 scale is two
+        numbers that the tensor cores take as they are."""
+        scale = tl.where(row[:, None] == target[None, :], part[None, :], 0.0)
+        if EXACT:
+            out = tl.dot(scale, clean, out, input_precision=PRECISION)
+        else:
+            high = (scale.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            out = tl.dot(high, clean, out, input_precision="tf32")
+            out = tl.dot(scale - high, clean, out, input_precision="tf32")
+        return out
+
+    @triton.jit
+    def _spoilt(
+        out, row, rows_pointer, source_pointer, target_pointer, part_pointer, first_cell, number, c, D: tl.constexpr
+    ):
+        """NaN where something that is not finite joins; one after the other, which is hardly ever needed."""
+        for k in range(number):
+            source = tl.load(source_pointer + first_cell + k).to(tl.int64)
+            y = tl.load(rows_pointer + source * D + c, mask=c < D, other=0.0).to(tl.float32)
+            joined = (row == tl.load(target_pointer + first_cell + k))[:, None]
+            out = tl.where(joined & ((tl.abs(y) < float("inf")) == 0)[None, :], float("nan"), out)
+        return out
 
     @triton.jit
     def _merge_kernel(
@@ -98,8 +162,7 @@ if triton is not None:
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        """One image, TC columns, every so many tiles of TM rows. Those that join are multiplied in as a matrix of
-        scales [TM, TL]; a float32 scale is two numbers that the tensor cores take as they are."""
+        """One image, TC columns, every so many tiles of TM rows."""
         image = tl.program_id(0)
         if ORDERS:  # no other image needs to be looked at: every program finds, and writes, the same
             start, length, number = _order_of(
@@ -110,43 +173,35 @@ if triton is not None:
             )
             tl.debug_barrier()  # what was written is read by other threads from here on
         else:
-            start = tl.load(offsets_pointer + image)
-            length = tl.load(offsets_pointer + image + 1) - start
+            start, length = image * count, count
+            if not EQUAL:
+                start = tl.load(offsets_pointer + image)
+                length = tl.load(offsets_pointer + image + 1) - start
             number = tl.load(number_pointer + image)
         c = tl.program_id(1) * TC + tl.arange(0, TC)
-        for first in range(tl.program_id(2) * TM, length, tl.num_programs(2) * TM):
+        begin = tl.program_id(2) * TM
+        index, own = _places(index_pointer, own_pointer, start, begin + tl.arange(0, TM), length)
+        lists = (rows_pointer, source_pointer, target_pointer, part_pointer, image * slots)
+        # mostly all that join, for all rows
+        target, part, clean, spoils = _joining(*lists, tl.arange(0, TL), number, c, D)
+        for first in range(begin, length, tl.num_programs(2) * TM):
             i = first + tl.arange(0, TM)
             row = start + i
             there = i < length
             mask = there[:, None] & (c < D)[None, :]
-            index = tl.load(index_pointer + row, mask=there, other=0).to(tl.int64)
-            own = tl.load(own_pointer + row, mask=there, other=0.0)
-            x = tl.load(rows_pointer + index[:, None] * D + c[None, :], mask=mask, other=0.0)
+            x = tl.load(rows_pointer + index.to(tl.int64)[:, None] * D + c[None, :], mask=mask, other=0.0)
             out = x.to(tl.float32) * own[:, None]
-            for other in range(0, number, TL):
-                k = other + tl.arange(0, TL)
-                at = image * slots + k
-                target = tl.load(target_pointer + at, mask=k < number, other=-1)
-                part = tl.load(part_pointer + at, mask=k < number, other=0.0)
-                source = tl.load(source_pointer + at, mask=k < number, other=0).to(tl.int64)
-                joins = (k < number)[:, None] & (c < D)[None, :]
-                y = tl.load(rows_pointer + source[:, None] * D + c[None, :], mask=joins, other=0.0).to(tl.float32)
-                hits = row[:, None] == target[None, :]
-                scale = tl.where(hits, part[None, :], 0.0)
-                finite = tl.abs(y) < float("inf")
-                clean = tl.where(finite, y, 0.0)  # 0 times NaN is NaN
-                if EXACT:
-                    out = tl.dot(scale, clean, out, input_precision=PRECISION)
-                else:
-                    high = (scale.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-                    out = tl.dot(high, clean, out, input_precision="tf32")
-                    out = tl.dot(scale - high, clean, out, input_precision="tf32")
-                if tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0) > 0:
-                    bad = tl.dot(hits.to(tl.float32), (finite == 0).to(tl.float32), input_precision="tf32")
-                    out = tl.where(bad > 0.0, float("nan"), out)
-            to = row.to(tl.int64)[:, None] * D + c[None, :]
+            index, own = _places(index_pointer, own_pointer, start, i + tl.num_programs(2) * TM, length)  # the next
+            if number > 0:
+                out = _added(out, row, target, part, clean, EXACT, PRECISION)
+            for other in range(TL, number, TL):
+                to, share, more, bad = _joining(*lists, other + tl.arange(0, TL), number, c, D)
+                out = _added(out, row, to, share, more, EXACT, PRECISION)
+                spoils += bad
+            if spoils > 0:
+                out = _spoilt(out, row, *lists, number, c, D)
             value = out.to(out_pointer.dtype.element_ty)
-            tl.store(out_pointer + to, value, mask=mask)
+            tl.store(out_pointer + row.to(tl.int64)[:, None] * D + c[None, :], value, mask=mask)
             if MEASURED:
                 mean, squares, _ = _measure(value.to(tl.float32), tl.program_id(1) * TC, D, TC)
                 at = moments_pointer + 2 * tl.program_id(1) * room + row
@@ -208,8 +263,8 @@ def _merge(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel; moments are empty where they are not asked for, weights where there are no sizes."""
     batch, slots = live.shape
-    longest = slots if count is None else count
-    room, width, tall = batch * longest, rows.shape[1], 32
+    tile, longest = tile_for(batch), slots if count is None else count
+    room, width, tall, exact = batch * longest, rows.shape[1], tile.m, rows.dtype == torch.float32
     stay = torch.empty_like(live)
     out = torch.empty(room, width, dtype=rows.dtype, device=rows.device)
     own = torch.empty(room, dtype=torch.float32, device=rows.device)
@@ -217,7 +272,8 @@ def _merge(
     part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
     weight = torch.empty(0 if size is None else room, dtype=torch.float32, device=rows.device)
     meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number, size, weight)
-    order, alone = compact.call(live, place, count, meeting, left), count is None and left is None
+    order = compact.call(live, place, count, meeting, left)
+    alone = not tile.orders or (count is None and left is None)
     after, cells, offsets, _ = compact.arrange(order) if alone else order.made
     across = triton.cdiv(width, PIECE)
     moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
@@ -229,11 +285,13 @@ def _merge(
         ORDERS=not alone,
         D=width,
         TM=tall,
-        TL=16,
+        TL=tile.joining,
         TC=PIECE,
         MEASURED=measures,
-        EXACT=rows.dtype == torch.float32,
+        EXACT=exact,
         PRECISION=precision(rows.dtype),
+        num_warps=tile.warps,
+        **({} if exact or torch.version.hip else {"maxnreg": 128}),  # four programs a multiprocessor
     )
     return out, stay, after, cells, offsets, moments, weight
 

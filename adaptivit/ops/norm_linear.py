@@ -54,18 +54,22 @@ def reference(
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a tile, tiles that a program does one after the other, warps, pipeline stages."""
+    """Rows and columns of a tile, warps."""
 
     m: int
     n: int
-    span: int
     warps: int
-    stages: int
 
 
-def tile_for(dtype: torch.dtype) -> Tile:
-    """Measured on an H200 (benchmarks/LOG.md)."""
-    return Tile(32, 32, 1, 4, 1) if dtype == torch.float32 else Tile(32, 64, 1, 4, 1)
+def tile_for(rows: int, width: int, dtype: torch.dtype) -> Tile:
+    """Measured on an H200 (benchmarks/LOG.md), by the rows that are expected and the width out."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4)
+    if rows <= 32:
+        return Tile(16, 32, 4)
+    across = -(-width // 64)
+    two_and_no_third = -(-rows // 32) * across > 132 and -(-rows // 16) * across <= 2 * 132  # small ones on each
+    return Tile(16, 64, 4) if rows <= 64 or two_and_no_third else Tile(32, 64, 4)
 
 
 def split(width: int) -> tuple[int, int] | None:
@@ -113,7 +117,6 @@ if triton is not None:
         RIGHT: tl.constexpr,
         TM: tl.constexpr,
         TN: tl.constexpr,
-        SPAN: tl.constexpr,
         MOVES: tl.constexpr,
         COUNTED: tl.constexpr,
         PROBED: tl.constexpr,
@@ -129,7 +132,7 @@ if triton is not None:
         rows = room
         if COUNTED:
             rows = tl.load(rows_pointer)
-        groups: tl.constexpr = (N + TN * SPAN - 1) // (TN * SPAN)
+        groups: tl.constexpr = (N + TN - 1) // TN
         group = tl.program_id(0) % groups
         row = tl.program_id(0) // groups * TM + tl.arange(0, TM)
         if GATED and MOVED:  # noqa: SIM102 - known when it is compiled
@@ -137,6 +140,8 @@ if triton is not None:
                 _decide_absent(row, row < room, place_pointer, spent_pointer, score_out, spent_out, going_out)
         if tl.program_id(0) // groups * TM < rows:
             there = row < rows
+            n = group * TN + tl.arange(0, TN)
+            inside = n < N
             source = row
             if MOVES:
                 source = tl.load(index_pointer + row, mask=there, other=0)
@@ -160,31 +165,28 @@ if triton is not None:
             z = z * scale * tl.load(norm_weight_pointer + b).to(tl.float32)[None, :]
             x = (x + tl.load(norm_bias_pointer + a).to(tl.float32)[None, :]).to(left.dtype)
             z = (z + tl.load(norm_bias_pointer + b).to(tl.float32)[None, :]).to(right.dtype)
-            for step in range(SPAN):
-                n = (group * SPAN + step) * TN + tl.arange(0, TN)
-                inside = n < N
-                w = tl.load(weight_pointer + n[:, None] * D + a[None, :], mask=inside[:, None], other=0.0)
-                v = tl.load(weight_pointer + n[:, None] * D + b[None, :], mask=inside[:, None], other=0.0)
-                total = tl.dot(x, w.T, input_precision=PRECISION)
-                total = tl.dot(z, v.T, total, input_precision=PRECISION)
-                if BIAS:
-                    total += tl.load(bias_pointer + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-                if PROBED:
-                    first = (group * SPAN + step) * TN
-                    if (probe >= first) & (probe < first + TN):
-                        seen = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
-                        tl.store(seen_pointer + row, seen, mask=there)
-                        if GATED:
-                            _decide_rows(
-                                *(seen, row, there, cells_pointer, spent_pointer, going_pointer),
-                                *(gamma_pointer, beta_pointer, shift_pointer, score_out, spent_out, going_out),
-                                *(rows_out, level, slots, prefix, MOVED, SHIFTED),
-                            )
-                if GELU:
-                    total = _gelu(total, EXACT)
-                to = row.to(tl.int64)[:, None] * N + n[None, :]
-                out_type = out_pointer.dtype.element_ty
-                tl.store(out_pointer + to, total.to(out_type), mask=there[:, None] & inside[None, :])
+            w = tl.load(weight_pointer + n[:, None] * D + a[None, :], mask=inside[:, None], other=0.0)
+            v = tl.load(weight_pointer + n[:, None] * D + b[None, :], mask=inside[:, None], other=0.0)
+            total = tl.dot(x, w.T, input_precision=PRECISION)
+            total = tl.dot(z, v.T, total, input_precision=PRECISION)
+            if BIAS:
+                total += tl.load(bias_pointer + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if PROBED:
+                first = group * TN
+                if (probe >= first) & (probe < first + TN):
+                    seen = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
+                    tl.store(seen_pointer + row, seen, mask=there)
+                    if GATED:
+                        _decide_rows(
+                            *(seen, row, there, cells_pointer, spent_pointer, going_pointer),
+                            *(gamma_pointer, beta_pointer, shift_pointer, score_out, spent_out, going_out),
+                            *(rows_out, level, slots, prefix, MOVED, SHIFTED),
+                        )
+            if GELU:
+                total = _gelu(total, EXACT)
+            to = row.to(tl.int64)[:, None] * N + n[None, :]
+            out_type = out_pointer.dtype.element_ty
+            tl.store(out_pointer + to, total.to(out_type), mask=there[:, None] & inside[None, :])
 
 
 @torch.library.custom_op("adaptivit::norm_linear", mutates_args=())
@@ -199,9 +201,10 @@ def _norm_linear(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
+    expected: int,
     space: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tile = tile_for(x.dtype)
+    tile = tile_for(expected, len(weight), x.dtype)
     return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile, space)[:3]
 
 
@@ -217,6 +220,7 @@ def _norm_linear_gated(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
+    expected: int,
     space: int,
     gamma: Tensor,
     beta: Tensor,
@@ -229,9 +233,8 @@ def _norm_linear_gated(
     place: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gate, where = Gate(gamma, beta, shift, level, prefix, spent, going), (cells, place)
-    return run(
-        *(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile_for(x.dtype), space, gate, where)
-    )
+    tile = tile_for(expected, len(weight), x.dtype)
+    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile, space, gate, where)
 
 
 def run(
@@ -258,7 +261,7 @@ def run(
     kept = x.new_empty(0) if index is None else torch.empty(room, x.shape[1], dtype=x.dtype, device=x.device)
     cells, place = where
     seen, *decided = _outcome(x, room, probe, None if gate is None else gate.spent, cells)
-    groups = triton.cdiv(len(weight), tile.n * tile.span)
+    groups = triton.cdiv(len(weight), tile.n)
     given = [x] * 7
     if gate is not None:
         assert probe >= 0
@@ -289,7 +292,6 @@ def run(
         RIGHT=parts[1],
         TM=tile.m,
         TN=tile.n,
-        SPAN=tile.span,
         MOVES=index is not None,
         COUNTED=rows is not None,
         PROBED=probe >= 0,
@@ -301,7 +303,6 @@ def run(
         EXACT=x.dtype == torch.float32,
         PRECISION=precision(x.dtype),
         num_warps=tile.warps,
-        num_stages=tile.stages,
     )
     score, spent, going, of_rows = decided
     return out, kept, seen, score, spent, going, of_rows
@@ -325,13 +326,13 @@ def _fakes(x: Tensor, weight: Tensor, index: Tensor | None) -> tuple[int, Tensor
 
 
 @_norm_linear.register_fake
-def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space=0):
+def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space=0):
     room, out, kept = _fakes(x, weight, index)
     return out, kept, _outcome(x, room, probe)[0]
 
 
 @_norm_linear_gated.register_fake
-def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space, *gate):
+def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space, *gate):
     room, out, kept = _fakes(x, weight, index)
     return out, kept, *_outcome(x, room, probe, gate[5], gate[7])
 
@@ -347,10 +348,13 @@ def norm_linear(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
+    expected: int,
     space: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference; what is not live is not written. `space`: see kernels.blank."""
-    out, kept, seen = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space)
+    """As the reference; what is not live is not written. `expected` rows choose the tile; any number of them is right.
+    `space`: see kernels.blank."""
+    given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space)
+    out, kept, seen = _norm_linear(*given)
     return out, x if index is None else kept, None if probe < 0 else seen
 
 
@@ -365,6 +369,7 @@ def norm_linear_gated(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
+    expected: int,
     space: int,
     gate: Gate,
     where: Where = (None, None),
@@ -373,7 +378,7 @@ def norm_linear_gated(
     been moved (layouts/device.py)."""
     shift = None if gate.shift is None else gate.shift.contiguous()
     knows = (gate.gamma, gate.beta, shift, gate.level, gate.prefix, gate.spent.contiguous(), gate.going.contiguous())
-    given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space)
+    given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space)
     out, kept, seen, score, spent, going, of_rows = _norm_linear_gated(*given, *knows, *where)
     of_rows = going.flatten() if where[0] is None else of_rows
     return out, x if index is None else kept, seen, Decided(score, spent, going, of_rows)

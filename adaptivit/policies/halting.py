@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..ops.compact import filled
 from ..ops.gate import Decided
 
 
@@ -34,9 +35,9 @@ class Halting:
     margin: Tensor | None = None  # [B, N] the largest so far, where steps tell it
 
     def __post_init__(self) -> None:
-        zero = torch.zeros(self.halts.shape, device=self.halts.device)
+        zero = filled(self.halts, self.halts.shape, 0.0, torch.float32)
         self.cumulative, self.remainder = zero, zero
-        self.going = torch.ones_like(self.halts)
+        self.going = filled(self.halts, self.halts.shape, True, torch.bool)
         self.halt = torch.zeros_like(self.halts, dtype=torch.long)
         self.presence.append(zero + 1.0)
 
