@@ -113,7 +113,7 @@ def forward(
         logits=logits,
         features=features,
         trace=trace,
-        spent=run.spent_where(),
+        spent=run.spent_where(attended),
         pooled=run.pooled,
         read_alone=run.read_alone,
         costs=run.costs,
@@ -184,11 +184,13 @@ class _Run:
         """[B, N, D] the last values with those back that were set to zero on leaving."""
         return last if self.zeroed is None else torch.where(self.zeroed[0][..., None], self.zeroed[1], last)
 
-    def spent_where(self) -> tuple[Spent, ...]:
-        """What was spent, with the blocks whose masks it is counted by."""
+    def spent_where(self, attended: Tensor) -> tuple[Spent, ...]:
+        """What was spent, with the blocks by whose masks it is counted, those of the trace [L, B, N]: a pass's own may
+        be constants that are kept."""
         masks = self.attended
         where = [next((i for i, mask in enumerate(masks) if mask is s.present), None) for s in self.spent]
-        return tuple(replace(s, block=block) for s, block in zip(self.spent, where, strict=True))
+        pairs = zip(self.spent, where, strict=True)
+        return tuple(s if block is None else replace(s, block=block, present=attended[block]) for s, block in pairs)
 
     def count_evidence(self, wanted: frozenset[str], acting: frozenset[str]) -> None:
         for name in sorted(wanted):
@@ -213,8 +215,13 @@ class View:
 
     @property
     def present(self) -> Tensor:
-        """[B, N] bool: tokens that take part (have not left, do not sit out this block)."""
+        """[B, N] bool: tokens that take part (have not left, do not sit out this block). Not to be written to."""
         return self._run.layout.here
+
+    def full(self, value: float, dtype: torch.dtype) -> Tensor:
+        """[B, N] of one value, not to be written to."""
+        layout = self._run.layout
+        return layout.full(layout.live, layout.live.shape, value, dtype)
 
     @property
     def patches(self) -> Tensor:

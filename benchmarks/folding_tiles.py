@@ -66,7 +66,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         for batch in given.batch_sizes:
-            chosen = (tiles_for[0](256, batch), (64, tiles_for[1](batch)))
+            chosen = (tiles_for[0](256, batch, HEAD), (64, tiles_for[1](batch)))
             for (name, tiles, take, run), now in zip(cases(batch), chosen, strict=True):
                 if given.compile:
                     first, every = map(int, given.compile.split("/"))

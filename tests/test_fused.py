@@ -248,17 +248,22 @@ def test_when_rows_move_changes_nothing(case: str) -> None:
 
 
 @here
-@pytest.mark.parametrize("layout", ["packed", "gathered"])
-def test_an_answer_is_the_callers_own(layout: str) -> None:
-    """Masks of everybody are constants that are kept: whoever writes to a trace does not write to those."""
-    model, images = make("static").eval(), images_of()
+@policies
+def test_an_answer_is_the_callers_own(case: str) -> None:
+    """Masks of everybody, and zeros, are constants that are kept: whoever writes to an answer does not write to those,
+    nor does a pass."""
+    model, images = make(case).eval(), images_of()
+    layout = "packed" if model.explain_layout().startswith("packed") else "gathered"
     first = run(model, images, layout, True)
+    attended, logits = first.trace.attended.clone(), first.logits.clone()
     with torch.inference_mode():
-        for t in (first.trace.attended[0], first.trace.updated[1]):
-            t.fill_(False)
+        answers = [first.trace.attended, first.trace.updated, *(s.present for s in first.spent)]
+        for t in (*answers, *first.trace.facts.values()):
+            for part in t if t.ndim else [t]:  # some are expanded
+                part.zero_()
     again = run(model, images, layout, True)
-    assert again.trace.attended.all()
-    assert torch.equal(again.logits, first.logits)
+    assert torch.equal(again.trace.attended, attended)
+    assert torch.equal(again.logits, logits)
 
 
 @here

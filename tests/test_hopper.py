@@ -47,11 +47,13 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "rows"), [*((name, 6304) for name in PRODUCTS), ("fc2, measured", 50432)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 6304) for name in PRODUCTS), *(("fc2, measured", rows) for rows in (1, 197, 50432))]
+)
 def test_products(name: str, rows: int) -> None:
-    """DeiT-S at batch 32 and 256, bfloat16."""
+    """DeiT-S at batch 32, 256 and 1, bfloat16. (With few rows nothing is measured, but it could be.)"""
     width, depth, does = PRODUCTS[name]
-    tile = linear.tile_for(rows, width, "RESIDUAL" in does)
+    tile = linear.tile_for(rows, width, "RESIDUAL" in does, depth=depth)
     part = f"tensordesc<bf16[{tile.m}, {tile.n // tile.parts}]>"
     types = {"x_tile": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "w_tile": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
     types |= {"out_tile": part, "residual_tile": part, "bias_pointer": "*bf16", "scale_pointer": "*bf16"}
@@ -67,10 +69,11 @@ def test_products(name: str, rows: int) -> None:
     assert "cvt.rn.bf16.f32" not in made.asm["ptx"], "rounds one number at a time, which is slow"
 
 
+@pytest.mark.parametrize("rows", [1, 50, 161, 197])
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
-def test_a_product_that_decides(dtype: torch.dtype) -> None:
+def test_a_product_that_decides(dtype: torch.dtype, rows: int) -> None:
     """DeiT-S's fc1 with few rows, moved."""
-    tile, (left, right) = norm_linear.tile_for(197, 1536, dtype), norm_linear.split(384) or (0, 0)
+    tile, (left, right) = norm_linear.tile_for(rows, 1536, dtype), norm_linear.split(384) or (0, 0)
     given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "gamma", "beta")
     types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | dict.fromkeys(
         ("going_pointer", "going_out", "rows_out"), "*u8"
@@ -85,9 +88,10 @@ def test_a_product_that_decides(dtype: torch.dtype) -> None:
     assert shared_memory(norm_linear._norm_linear_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
 
 
+@pytest.mark.parametrize("images", [1, 32])
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
-def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool) -> None:
+def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: int) -> None:
     rows = f"*{NAMES[dtype]}"
     exact = dtype == torch.float32
     integers = ("before", "counts", "place", "cells", "offsets", "index", "source", "target", "number")
@@ -96,11 +100,13 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool) -> None:
     types |= {"stay_pointer": "*u8", "stays_pointer": "*u8", "into_pointer": "*i64"}
     types |= dict.fromkeys(("slots", "room", "batch", "count"), "i32")
     constants: dict[str, Any] = {"D": 384, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
-    constants |= {"TM": merge.tile_for(32).m, "TL": merge.tile_for(32).joining}
+    tile = merge.tile_for(images)
+    constants |= {"TM": tile.m, "TL": tile.joining}
     constants |= {"WIDE": 256, "IMAGES": 1, "COUNTED": False, "EQUAL": equal, "MEETS": True, "SIZED": True}
-    constants |= {"ORDERS": True, "IMAGES": 1 if equal else 32, "COUNTED": not equal}
+    constants |= {"ORDERS": tile.orders, "IMAGES": 1 if equal else images, "COUNTED": not equal}
     constants["PRECISION"] = "ieee" if exact else "tf32"
-    assert shared_memory(merge._merge_kernel, types, constants, num_warps=merge.tile_for(32).warps) + RESERVED <= SHARED
+    options = {"num_warps": tile.warps} | ({} if exact else {"maxnreg": merge.REGISTERS})
+    assert shared_memory(merge._merge_kernel, types, constants, **options) + RESERVED <= SHARED
     types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
     types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
     types |= {f"{name}_pointer": "*fp32" for name in ("gate", "moments")}
@@ -108,16 +114,19 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool) -> None:
     shared_memory(back._back_kernel, types, constants)
 
 
+@pytest.mark.parametrize("width", [64, 80, 256])
+@pytest.mark.parametrize("images", [32, 256])
 @pytest.mark.parametrize("ranked", [True, False])
-def test_patches_that_fold(ranked: bool) -> None:
-    """197 tokens with heads of 64."""
+def test_patches_that_fold(ranked: bool, images: int, width: int) -> None:
+    """197 tokens."""
     types = {f"{name}_pointer": "*u8" for name in ("patches", "here", "leaving")}
     types |= {f"{name}_pointer": "*fp32" for name in ("score", "alike", "size", "say", "scale", "after")}
     types |= {"left_pointer": "*i32"}
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
     types |= {"power": "fp32", "value": "fp32"}
-    tile = meet.tile_for(256)
-    constants = {"d": 64, "WIDE": 64, "ALL": 256, "RANKED": ranked, "SUMS": True, "SAYS": True}
+    wide = kernels.power_of_two(width)
+    tile = meet.tile_for(256, images, wide)
+    constants = {"d": width, "WIDE": wide, "ALL": 256, "RANKED": ranked, "SUMS": True, "SAYS": True}
     constants |= {"TM": tile.m, "TN": tile.n, "PART": tile.part}
     constants |= dict.fromkeys(("WORTH", "LIKENESS", "POWER_HALF", "VALUE_HALF"), ranked)
     assert shared_memory(meet._meet_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED

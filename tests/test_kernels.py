@@ -225,12 +225,22 @@ def test_norm_linear(tile: norm_linear.Tile, width: int, dtype: torch.dtype) -> 
 
 
 @here
-def test_norm_linear_chooses_a_tile() -> None:
-    x, affine, w = noise(9, 96), (noise(96, seed=1), noise(96, seed=2)), noise(40, 96, seed=3) / 10
-    out, kept, seen = norm_linear.norm_linear(x, *affine, 1e-6, w, None, None, None, -1, True, 9)
+@dtypes
+@pytest.mark.parametrize("expected", [9, 40, 70])
+def test_norm_linear_chooses_a_tile(expected: int, dtype: torch.dtype) -> None:
+    """By the rows that are expected; any number of them is right."""
+    x, affine = noise(19, 96, dtype=dtype), (noise(96, seed=1, dtype=dtype), noise(96, seed=2, dtype=dtype))
+    w = noise(40, 96, seed=3, dtype=dtype) / 10
+    out, kept, seen = norm_linear.norm_linear(x, *affine, 1e-6, w, None, None, None, -1, True, expected)
     assert kept is x
     assert seen is None
-    assert_near(out, norm_linear.reference(*double(x, *affine), 1e-6, w.double(), gelu=True)[0], 3e-6)
+    assert_near(out, norm_linear.reference(*double(x, *affine), 1e-6, w.double(), gelu=True)[0], TOLERANCE[dtype])
+
+
+def test_few_rows_take_small_tiles() -> None:
+    tiles = {rows: norm_linear.tile_for(rows, 1536, torch.bfloat16) for rows in (1, 50, 100, 161, 197)}
+    assert [(t.m, t.n) for t in tiles.values()] == [(16, 32), (16, 64), (32, 64), (16, 64), (32, 64)]
+    assert norm_linear.tile_for(161, 1152, torch.bfloat16).m == 32
 
 
 def test_rows_are_held_in_two_parts() -> None:

@@ -122,6 +122,7 @@ KINDS = ("plain", "all join one", "some join nobody", "nobody joins", "some join
 CASES = [  # images, slots, width, live at first, stay
     *((1, 1, 48, 1, 1), (1, 9, 48, 1, 1), (2, 17, 192, 17, 1), (2, 17, 48, 17, 17), (2, 17, 48, 9, 5)),
     *((3, 70, 48, 61, 20), (1, 197, 384, 197, 150), (3, 7, 40, 7, 0)),
+    (9, 40, 80, 40, 20),  # more images than find their order in the merge itself
 ]
 
 
@@ -202,21 +203,25 @@ def test_merge_of_many_slots() -> None:
 @here
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_bad_row_reaches_only_those_that_it_joins(equal: bool, bad: float) -> None:
+@pytest.mark.parametrize("stay", [25, 12])  # so that those that join are one tile of them, or two
+def test_a_bad_row_reaches_only_those_that_it_joins(stay: int, equal: bool, bad: float) -> None:
     live = torch.ones(3, 40, dtype=torch.bool, device=DEVICE)
-    into, scale = meeting(live, 25, "plain", 1)
+    into, scale = meeting(live, stay, "plain", 1)
+    joins = into != torch.arange(40, device=DEVICE)
+    assert (joins.sum(-1) > merge.tile_for(3).joining).all() == (stay == 12)
+    last = [(b, int(joins[b].nonzero()[-1])) for b in range(3)]
     place = torch.arange(120, dtype=torch.int32, device=DEVICE)
     clean = noise(120, 80)
-    before = merge.merge(clean, live, into, scale, place, 25 if equal else None)[0]
-    for b, i in ((0, 3), (1, 17), (1, 18), (2, 39)):
+    before = merge.merge(clean, live, into, scale, place, stay if equal else None)[0]
+    for b, i in ((0, 3), (1, 17), (1, 18), (2, 39), *last):
         rows = clean.clone()
         rows[b * 40 + i, 70] = bad
-        found = merge.merge(rows, live, into, scale, place, 25 if equal else None)[0]
+        found = merge.merge(rows, live, into, scale, place, stay if equal else None)[0]
         target = int(before[2][b * 40 + int(into[b, i])])
-        same = torch.ones(75, 80, dtype=torch.bool, device=DEVICE)
+        same = torch.ones(3 * stay, 80, dtype=torch.bool, device=DEVICE)
         same[target, 70] = False
         assert not found[0][target, 70].isfinite()
-        assert torch.equal(found[0][:75][same], before[0][:75][same])
+        assert torch.equal(found[0][: 3 * stay][same], before[0][: 3 * stay][same])
 
 
 # -- what they say -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ and has weight 0, so that its physical removal changes nothing (the laws in test
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from ..decision import Decision, Drop, Keep, Merge, Skip
 from ..errors import UserError
-from ..ops.compact import filled
 from .similarity import Match, Similarity, mean_key
 
 
@@ -96,10 +96,15 @@ class Layout(ABC):
 
     def __init__(self, x: Tensor, read: int) -> None:  # x [B, N, D]; the head reads the first `read` slots
         self.read = read
-        self.live = filled(x, x.shape[:2], True, torch.bool)
+        self.live = self.full(x, x.shape[:2], True, torch.bool)
         self.here = self.live
         self.size = None
         self.put(x)
+
+    @staticmethod
+    def full(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
+        """One value everywhere, not to be written to: a layout may keep it for other passes."""
+        return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
 
     def carry_out(self, decision: Decision, when: str) -> None:
         """The one way in for a policy's answers."""

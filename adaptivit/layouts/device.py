@@ -29,6 +29,7 @@ class PackedOnDevice(Layout):
     _index: Tensor | None  # [R] where each row is now, while a move is pending
     _moments: Moments | None  # of the rows held
     measures = False  # whether rows that meet or come back are measured, for a folded norm (folded.py)
+    full = staticmethod(compact.filled)
 
     def __init__(self, x: Tensor, read: int, plan: Plan | None = None) -> None:
         super().__init__(x, read)

@@ -329,7 +329,8 @@ def _(masks):
 def stacked(masks: Sequence[Tensor]) -> Tensor:
     """torch.stack of masks in one launch, where they come from kernels of ours: torch.compile would copy each by
     itself, as soon as it is there (and where it has made them, it writes the copy with them)."""
-    return _stacked(masks) if run_on(masks[0]) else torch.stack(list(masks))
+    plain = not run_on(masks[0]) or any(mask.dtype != torch.bool for mask in masks)
+    return torch.stack(list(masks)) if plain else _stacked(masks)
 
 
 @torch.library.custom_op("adaptivit::joined", mutates_args=())

@@ -191,10 +191,11 @@ class Tile:
     warps: int
 
 
-def tile_for(every: int, images: int = 1) -> Tile:
-    """By the slots, a power of two, and how many programs there are; measured on an H200 (benchmarks/LOG.md)."""
+def tile_for(every: int, images: int, wide: int) -> Tile:
+    """By the slots, how many programs there are, and the width of a head, slots and width rounded up; measured on an
+    H200 (benchmarks/LOG.md). Wider heads take more shared memory."""
     if every <= 256:
-        return Tile(16, 128, 32, 8) if images <= 128 else Tile(16, 64, 16, 4)
+        return Tile(16, 128 if wide <= 64 else 64, 32, 8) if images <= 128 else Tile(16, 64, 16, 4)
     return Tile(16, 64, max(8, 8192 // every), 8 if every <= 512 else 16)
 
 
@@ -216,7 +217,7 @@ def _meet(
     Worth, score is the attention that was seen."""
     batch, slots = here.shape
     width, every = units.shape[-1], power_of_two(slots)
-    tile = tile_for(every, batch)
+    tile = tile_for(every, batch, power_of_two(width))
     into = torch.empty(batch, slots, dtype=torch.long, device=here.device)
     scale, after = (here.new_empty(here.shape if size is not None else (0,), dtype=torch.float32) for _ in range(2))
     left = torch.empty(batch, dtype=torch.int32, device=here.device)

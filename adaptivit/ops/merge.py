@@ -26,6 +26,7 @@ if triton is not None:
     from .linear import _measure
 
 PIECE = 64  # columns of a program, and of a pair of moments
+REGISTERS = 128  # of a thread at most, so that four programs fit on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def _merge(
         EXACT=exact,
         PRECISION=precision(rows.dtype),
         num_warps=tile.warps,
-        **({} if exact or torch.version.hip else {"maxnreg": 128}),  # four programs a multiprocessor
+        **({} if exact or torch.version.hip else {"maxnreg": REGISTERS}),
     )
     return out, stay, after, cells, offsets, moments, weight
 
@@ -340,7 +341,7 @@ def merge(
     """As the reference, with the kernels where they can run; rows behind the last live one are not written. And there,
     with `measures`, the moments [P, 2, R'] of the rows after, of PIECE columns each (norm_folded.py), and with `size`
     [B, N] its binary logarithm for every row [R']; else None. `left` [B] int32: how many stay in every image, where
-    that is known, which saves a launch."""
+    that is known: then nobody needs to count them."""
     if not usable(rows.device) or rows.dtype == torch.float64:
         return reference(rows, live, into, scale, place, count), None, None
     size = None if size is None else size.float().contiguous()

@@ -153,7 +153,7 @@ class AHT(Policy):
         if self.training and settings.sample:
             high, low = self.shifts.unbind()  # type: ignore[operator]
             shift = draw(len(halts), lambda images: low + (high - low) * torch.rand(images, 1, device=device))
-        halting = Halting(halts, settings.threshold, settings.eps, settings.tau)
+        halting = Halting(halts, settings.threshold, settings.eps, settings.tau, view.full)
         return State(halting, torch.ones(halts.shape, device=device), shift)
 
     def inside(self, view: View, state: State) -> Gate | None:

@@ -8,13 +8,13 @@ Shapes: B images, N slots, L layers. Layers are counted 1..L here, as in the pap
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..ops.compact import filled
 from ..ops.gate import Decided
 
 
@@ -26,6 +26,7 @@ class Halting:
     threshold: float
     eps: float
     tau: float  # width of the soft step whose slope is the straight-through gradient
+    full: Callable[..., Tensor] | None = None  # View.full: what nobody writes to
     cumulative: Tensor = field(init=False)  # [B, N] c
     going: Tensor = field(init=False)  # [B, N] bool: has not halted
     halt: Tensor = field(init=False)  # [B, N] long: N, 0 while going
@@ -35,9 +36,10 @@ class Halting:
     margin: Tensor | None = None  # [B, N] the largest so far, where steps tell it
 
     def __post_init__(self) -> None:
-        zero = filled(self.halts, self.halts.shape, 0.0, torch.float32)
+        full = self.full or functools.partial(torch.full, self.halts.shape, device=self.halts.device)
+        zero = full(0.0, dtype=torch.float32)
         self.cumulative, self.remainder = zero, zero
-        self.going = filled(self.halts, self.halts.shape, True, torch.bool)
+        self.going = full(True, dtype=torch.bool)
         self.halt = torch.zeros_like(self.halts, dtype=torch.long)
         self.presence.append(zero + 1.0)
 
