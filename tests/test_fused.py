@@ -248,7 +248,7 @@ def test_when_rows_move_changes_nothing(case: str) -> None:
 
 
 @here
-@policies
+@pytest.mark.parametrize("case", ["static", "aht", "aht, folds", "fold", "amod", "dynamicvit"])
 def test_an_answer_is_the_callers_own(case: str) -> None:
     """Masks of everybody, and zeros, are constants that are kept: whoever writes to an answer does not write to those,
     nor does a pass."""
