@@ -193,7 +193,8 @@ class Tile:
 
 def tile_for(every: int, images: int, wide: int) -> Tile:
     """By the slots, how many programs there are, and the width of a head, slots and width rounded up; measured on an
-    H200 (benchmarks/LOG.md). Wider heads take more shared memory."""
+    H200 with 1, 32 and 256 images of 197 tokens (benchmarks/LOG.md), more tokens were not timed. Wider heads take more
+    shared memory."""
     if every <= 256:
         return Tile(16, 128 if wide <= 64 else 64, 32, 8) if images <= 128 else Tile(16, 64, 16, 4)
     return Tile(16, 64, max(8, 8192 // every), 8 if every <= 512 else 16)
