@@ -257,6 +257,26 @@ def test_distribution_prior() -> None:
     assert float(DistributionPrior(depth=4.0)(out, NOTHING)) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("depth", "scores", "expected"),
+    [  # sum p log p + sum p (l - depth)^2 / 2 + log sum_l exp(-(l - depth)^2 / 2), by hand for L = 12
+        (1.0, [1.0] * 12, -2.484907 + 506 / 24 + 0.561508),
+        (9.0, [1.0] * 12, -2.484907 + 218 / 24 + 0.918803),
+        (12.0, [1.0] * 12, -2.484907 + 506 / 24 + 0.561508),
+        (1.0, [0.0] * 10 + [1.0] * 2, -0.693147 + (100 + 121) / 4 + 0.561508),
+        (9.0, [1.0] * 2 + [0.0] * 10, -0.693147 + (64 + 49) / 4 + 0.918803),
+        (12.0, [3.0] + [0.0] * 10 + [1.0], -0.562335 + 0.75 * 121 / 2 + 0.561508),
+    ],
+)
+def test_distribution_prior_in_the_tails_of_the_bell(depth: float, scores: list[float], expected: float) -> None:
+    """Eq. 12 where the bell is far below 1e-12, and a finite gradient where a layer has no score."""
+    sums = torch.tensor([*scores, 1.0], requires_grad=True)
+    loss = DistributionPrior(depth=depth).loss(sums)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, sums)
+    assert gradient.isfinite().all()
+
+
 @torch.no_grad()
 def test_other_terms() -> None:
     out = aht()[1]

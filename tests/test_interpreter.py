@@ -11,6 +11,7 @@ import pytest
 from interpreted import INTERPRETED, ON_GPU
 
 FILES = (
+    "test_compile_forward.py",
     "test_folded.py",
     "test_folded_kernels.py",
     "test_folded_weights.py",

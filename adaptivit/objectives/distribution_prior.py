@@ -53,10 +53,9 @@ class DistributionPrior(Summed):
         mean = sums[:-1] / sums[-1].clamp_min(1)  # [L]
         if self.form == "paper":
             layers = torch.arange(1, len(mean) + 1, device=mean.device)
-            target = torch.exp(-((layers - self.depth) ** 2) / 2.0)
-            target = target / target.sum()
+            log_target = torch.log_softmax(-((layers - self.depth) ** 2) / 2.0, dim=0)
             mean = mean / mean.sum().clamp_min(_TINY)
-            return (mean * (mean.clamp_min(_TINY).log() - target.clamp_min(_TINY).log())).sum()
+            return (mean * (mean.clamp_min(_TINY).log() - log_target)).sum()  # 0 log 0 = 0, with a finite gradient
         share = (mean / mean.sum()).clamp(0.01, 0.99)
         target = self.reference_target(len(mean)).to(share)
         return (target * (target.log() - share.log())).sum() / len(mean)

@@ -36,7 +36,9 @@ class Halting:
     margin: Tensor | None = None  # [B, N] the largest so far, where steps tell it
 
     def __post_init__(self) -> None:
-        full = self.full or functools.partial(torch.full, self.halts.shape, device=self.halts.device)
+        full = self.full
+        if full is None:  # torch 2.11's dynamo refuses the truth value of a bound method
+            full = functools.partial(torch.full, self.halts.shape, device=self.halts.device)
         zero = full(0.0, dtype=torch.float32)
         self.cumulative, self.remainder = zero, zero
         self.going = full(True, dtype=torch.bool)
