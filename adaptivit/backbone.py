@@ -16,11 +16,11 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from .draws import draw
 from .errors import UnsupportedBackbone
 from .layouts import Layout
 from .layouts.similarity import mean_key
 from .ops.gate import Gate
+from .utils.batch_rng import draw
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ from .benchmark_contenders import (
 )
 from .commands import device_of
 from .cost import CostModel
-from .device import processor
-from .environment import commit
 from .errors import UserError, first_line
 from .factory import create
-from .files import write_bytes, write_text
 from .model import AdaptiveViT
 from .timing import Timing, interleaved
+from .utils.atomic_io import write_bytes, write_text
+from .utils.environment import commit
+from .utils.hardware import processor
 
 # A contender further from its reference than this is wrong, not rounded: (device, dtype) -> ||out - ref|| / ||ref||.
 BOUNDS = {("cpu", "float32"): 2e-4, ("cuda", "float32"): 2e-3}  # a GPU may take products in TF32

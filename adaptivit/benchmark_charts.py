@@ -23,9 +23,9 @@ from rich.text import Text
 from .benchmark_contenders import BASELINES, BEST, COMPILED, OWN, TIMM
 from .compare_table import shortened
 from .errors import UserError
-from .files import write_text
 from .pareto import _SPARE, _STEPS, COLOURS
-from .pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from .utils.atomic_io import write_text
+from .utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
 COLUMNS = (
     *("date", "device", "torch", "triton", "timm", "adaptivit", "commit", "backbone", "img_size", "batch", "dtype"),

@@ -22,10 +22,10 @@ from . import budget as budgets
 from . import dial
 from .budget import Budget, Calibration, Latency, Point, falling
 from .cost import CostModel
-from .device import device_name
 from .dial import Turn, fixes_counts
 from .errors import UserError
 from .output import Output
+from .utils.hardware import device_name
 
 if TYPE_CHECKING:
     from .model import AdaptiveViT

@@ -26,12 +26,12 @@ from .checkpoint import read_config
 from .commands import device_of, signed_percent
 from .config import CalibrateConfig
 from .data import Images, Labelled
-from .device import device_name
 from .errors import DataError
 from .factory import load
-from .files import new_directory, write_bytes, write_json, write_text
 from .model import AdaptiveViT
 from .predict import find_images
+from .utils.atomic_io import new_directory, write_bytes, write_json, write_text
+from .utils.hardware import device_name
 
 FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cost, and for the curve
 
@@ -230,7 +230,7 @@ def _sd(point: Point) -> float | None:
 
 def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> bytes:
     """MACs against the position of the dial: the curve, and the budgets checked on unseen images."""
-    from .pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+    from .utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
     figure = _figure(1000, 640)
     axes = _axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)

@@ -99,7 +99,7 @@ def _cell(value: Any) -> str:
 
 def maps(model: AdaptiveViT, images: Any) -> bytes:
     """A PNG of each picture beside its halting map: PIL images, paths, or "samples" (scikit-learn's two photos)."""
-    from .pictures import halting_maps
+    from .utils.plotting import halting_maps
 
     tensors, keep = pictures_for(model, images), next(model.parameters())
     was_training = model.training

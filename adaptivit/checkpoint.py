@@ -20,9 +20,9 @@ from torch import Tensor
 
 from . import __version__, card
 from .errors import UserError, WeightsError, first_line
-from .files import new_directory, write_bytes, write_text
 from .model import AdaptiveViT
 from .sharding import like, whole
+from .utils.atomic_io import new_directory, write_bytes, write_text
 
 FORMAT = 2  # 1 had no digest of the weights
 FILES = ("model.safetensors", "config.json", "README.md", card.PICTURE)

@@ -28,9 +28,9 @@ from .data import Labelled
 from .errors import UserError
 from .export_config import ExportConfig
 from .factory import create, load
-from .files import write_text
 from .model import AdaptiveViT
 from .serve_config import DemoConfig, ServeConfig
+from .utils.atomic_io import write_text
 from .visualize_config import VisualizeConfig
 
 

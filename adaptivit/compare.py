@@ -28,15 +28,15 @@ from .commands import device_of
 from .compare_plan import Entry, model_of, plan, report_images
 from .compare_results import STATIC, TIMING, TRAINED_ON, Results, Row
 from .compare_table import failures, markdown, points, screen
-from .environment import commit
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
-from .files import write_bytes, write_text
 from .methods import full_spec, slug
 from .model import AdaptiveViT
 from .pareto import pareto
 from .timing import interleaved
 from .train import fit
+from .utils.atomic_io import write_bytes, write_text
+from .utils.environment import commit
 
 
 def run(config: CompareConfig) -> list[Row]:

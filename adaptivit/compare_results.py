@@ -20,8 +20,8 @@ import numpy as np
 from .bench_config import CompareConfig
 from .errors import UserError
 from .evaluate import Result, paired_difference
-from .files import write_bytes, write_json, write_text
 from .methods import slug
+from .utils.atomic_io import write_bytes, write_json, write_text
 
 COLUMNS = (
     *("model", "method", "policy", "settings", "seed", "status", "reason"),

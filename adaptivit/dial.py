@@ -21,10 +21,10 @@ from .budget import Budget, Calibration, gmacs, meant
 from .cap import minimum
 from .cost import CostModel
 from .decision import Trace
-from .device import device_name
 from .errors import UserError
 from .output import Output
 from .policies.base import Policy
+from .utils.hardware import device_name
 
 if TYPE_CHECKING:
     from .model import AdaptiveViT

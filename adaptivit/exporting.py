@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from . import __version__, backbone, dial, settings
 from .errors import UserError, first_line, unknown
 from .export_config import KINDS
-from .files import write_bytes
 from .forward import forward
 from .layouts import Gathered, Layout, Masked
 from .layouts.cropped import Cropped
 from .model import AdaptiveViT
+from .utils.atomic_io import write_bytes
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Cropped}
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]

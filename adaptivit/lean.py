@@ -19,9 +19,9 @@ from torch import Tensor
 
 from . import backbone
 from .backbone import Taps
-from .device import processor
 from .fused import patchwise, plain
 from .layouts import Layout
+from .utils.hardware import processor
 
 # Whether a product is given its bias, or gets it afterwards. AMD's processors are 2 to 20 % faster with it inside; for
 # Intel's, where whole passes were timed with it outside, that stays (benchmarks/LOG.md).

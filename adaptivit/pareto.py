@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from .errors import UserError
-from .pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from .utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
 # One colour a policy, the same in every plot; policies of one's own take those that are left.
 COLOURS = {

@@ -23,14 +23,14 @@ from .data import Loaded
 from .digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
 from .evaluate import Result, evaluate, paired_difference
 from .factory import create
-from .files import write_bytes, write_json
 from .model import AdaptiveViT
 from .optimise import adamw
-from .pictures import halting_maps, layer_curve
 from .preprocess import Preprocessing
 from .report import Picture, write_report
 from .train import objective
 from .trainer import Trainer
+from .utils.atomic_io import write_bytes, write_json
+from .utils.plotting import halting_maps, layer_curve
 
 STATIC = TrainConfig(
     data="digits", policy="static", epochs=12, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.2, device="cpu"

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 
 from .errors import UserError
-from .files import write_text
+from .utils.atomic_io import write_text
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _NUMERIC = re.compile(r"[<>≈~±+\u2212-]?\s*[\d.]")

@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 
-from . import checkpoint, curves, environment, sharding
+from . import checkpoint, curves, sharding
 from .config import TrainConfig
 from .errors import NotFiniteError, UserError, WeightsError
 from .evaluate import Result
-from .files import new_directory, recover, write_bytes, write_json
 from .objectives import Losses
+from .utils import environment
+from .utils.atomic_io import new_directory, recover, write_bytes, write_json
 
 if TYPE_CHECKING:
     from .trainer import Seen, Trainer

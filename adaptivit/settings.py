@@ -13,9 +13,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from .convert import convert
 from .errors import UserError, unknown
 from .policy_settings import SETTINGS
+from .utils.coerce import convert
 
 __all__ = ["SETTINGS", "convert", "describe", "make", "parse", "spec"]
 

@@ -26,12 +26,12 @@ from .config import TrainConfig
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
 from .factory import create
-from .files import write_json
 from .model import AdaptiveViT
 from .start import calibrate
 from .sweep_config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .sweep_space import Params, apply, parse
 from .sweep_store import Claim, Record, Store, versions
+from .utils.atomic_io import write_json
 
 
 def sweep(config: SweepConfig) -> None:

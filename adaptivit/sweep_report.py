@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from .files import write_bytes, write_json, write_text
-from .pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 from .sweep_config import SweepConfig
 from .sweep_store import Record
+from .utils.atomic_io import write_bytes, write_json, write_text
+from .utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
 PENALTY = 1000.0  # points of top-1 for a share of 1 over the budget: a hundredth of static's MACs costs 10 points
 

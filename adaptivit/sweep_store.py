@@ -24,9 +24,9 @@ from typing import Any
 
 from . import __version__
 from .errors import UserError
-from .files import write_json
 from .sweep_config import FREE, TRIALS, SweepConfig
 from .sweep_space import Axis, Params, points, total
+from .utils.atomic_io import write_json
 
 try:
     import fcntl

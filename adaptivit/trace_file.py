@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from .decision import Decision, Drop, Keep, Merge, Skip, Step, Trace
 from .errors import UserError
-from .files import write_bytes
+from .utils.atomic_io import write_bytes
 
 _KINDS: dict[str, type] = {"Keep": Keep, "Drop": Drop, "Skip": Skip, "Merge": Merge}
 

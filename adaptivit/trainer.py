@@ -23,13 +23,13 @@ from torch import Tensor
 from . import sharding
 from .config import TrainConfig
 from .data import Loaded, mix
-from .draws import Share, drawing
 from .errors import NotFiniteError
 from .model import AdaptiveViT
 from .objectives import Batch, Losses, Objective, Sums
 from .optimise import Average, learning_rate
 from .output import Output
 from .shares import Whole, over_processes, rows
+from .utils.batch_rng import Share, drawing
 
 Judge = Callable[[Any, AdaptiveViT | None, Objective, Tensor, Tensor, Whole | None], tuple[Losses, Output]]
 

@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit import environment
 from adaptivit.ops import ragged
+from adaptivit.utils import environment
 
 TILES = [
     *((m, n, warps, 1) for m in (16, 32) for n in (64, 128) for warps in (4, 8)),  # for one image: more programs

@@ -21,7 +21,7 @@ from adaptivit import data, settings
 from adaptivit.calibrate import Check, check
 from adaptivit.commands import append_csv
 from adaptivit.data import Images
-from adaptivit.device import device_name
+from adaptivit.utils.hardware import device_name
 
 BUDGETS = ("-20%", "-33%", "-50%")
 POLICIES = ("aht", "aht:feature=class_row", "avit", "confidence", "evit", "tome", "fold", "mod", "amod", "dynamicvit")

@@ -32,8 +32,8 @@ from adaptivit.arrays import Source, training_images
 from adaptivit.commands import append_csv
 from adaptivit.config import TrainConfig
 from adaptivit.data import Labelled, Loaded
-from adaptivit.environment import commit
 from adaptivit.train import Trainer, _accelerator, _trainer
+from adaptivit.utils.environment import commit
 
 PER_EPOCH = 1000  # steps, for the learning rate alone
 

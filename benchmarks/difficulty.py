@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 import adaptivit
 from adaptivit import data
 from adaptivit.arrays import evaluation_images
-from adaptivit.device import device_name
-from adaptivit.environment import commit
-from adaptivit.files import write_text
+from adaptivit.utils.atomic_io import write_text
+from adaptivit.utils.environment import commit
+from adaptivit.utils.hardware import device_name
 
 BUDGETS = (0.42, 0.48, 0.52, 0.58, 0.64, 0.70, 0.78, 1.0)
 Floats = np.ndarray

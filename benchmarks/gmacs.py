@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 import adaptivit
-from adaptivit.files import write_text
 from adaptivit.settings import parse
+from adaptivit.utils.atomic_io import write_text
 
 METHODS = (
     "static",

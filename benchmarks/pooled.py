@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptivit.files import write_text
 from adaptivit.methods import slug
+from adaptivit.utils.atomic_io import write_text
 
 
 def hits(directory: Path, method: str, seed: int = 0) -> dict[int, bool]:

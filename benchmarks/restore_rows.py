@@ -17,8 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.files import write_bytes, write_json
 from adaptivit.reproduce import TABLES
+from adaptivit.utils.atomic_io import write_bytes, write_json
 
 
 def restore(results: Path, work: Path) -> list[str]:

@@ -33,7 +33,7 @@ import torch
 import adaptivit
 from adaptivit import data, settings
 from adaptivit.commands import append_csv
-from adaptivit.device import device_name
+from adaptivit.utils.hardware import device_name
 
 BACKBONE = "deit_tiny_patch16_224"
 BOMB = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\1\0\0\0\1\0\0\x08\2\0\0\0"  # a header of 65,536 x 65,536 pixels

@@ -22,8 +22,8 @@ import adaptivit
 from adaptivit import data, settings
 from adaptivit.commands import append_csv
 from adaptivit.data import Images
-from adaptivit.device import device_name
 from adaptivit.serve import Batcher, Job
+from adaptivit.utils.hardware import device_name
 
 BACKBONE = "deit_tiny_patch16_224"
 

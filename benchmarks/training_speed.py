@@ -28,10 +28,10 @@ from adaptivit import settings
 from adaptivit.commands import append_csv
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
-from adaptivit.environment import commit
 from adaptivit.ops import weighted_kernels
 from adaptivit.recipes import get
 from adaptivit.train import Trainer, _accelerator, _trainer, objective
+from adaptivit.utils.environment import commit
 
 KINDS: dict[str, Any] = {"compiled": "whole", "blocks": "blocks", "eager": "no"}
 PER_EPOCH = 1000  # steps, for the learning rate alone

@@ -21,13 +21,14 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import calibrate_report, data, device, dial, layouts, timing
+from adaptivit import calibrate_report, data, dial, layouts, timing
 from adaptivit.budget import Calibration, parse
 from adaptivit.calibrate import NEAR, check, static_macs
 from adaptivit.data import Images
 from adaptivit.dial import Turn
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
+from adaptivit.utils import hardware
 
 pytestmark = pytest.mark.xdist_group("calibrate")  # curves that are measured once
 
@@ -369,7 +370,7 @@ def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.calibrate(pictures(8), latency_batch=4)
     latency = model.calibration.latency
     assert latency.batch == 4
-    assert latency.device == device.device_name(torch.device("cpu"))
+    assert latency.device == hardware.device_name(torch.device("cpu"))
     assert "thread" in latency.device
     slow, fast = latency.points[0][1], latency.points[-1][1]
     assert (slow, fast) == (50.0, pytest.approx(51.0 - len(latency.points)))

@@ -19,8 +19,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import adaptivit
-from adaptivit import files
 from adaptivit.errors import UserError, WeightsError
+from adaptivit.utils import atomic_io
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(source, target)
 
-    monkeypatch.setattr(files.os, "replace", replace)
+    monkeypatch.setattr(atomic_io.os, "replace", replace)
     with pytest.raises(UserError, match=r"Cannot write .*No space left"):
         new.save_pretrained(place)
     monkeypatch.undo()

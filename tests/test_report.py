@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adaptivit import pictures
 from adaptivit.errors import UserError
-from adaptivit.pictures import halting_maps, layer_curve
 from adaptivit.report import Picture, write_report
+from adaptivit.utils import plotting
+from adaptivit.utils.plotting import halting_maps, layer_curve
 
 LAYERS = 12
 
@@ -36,7 +36,7 @@ def maps(depth: Any, count: int = 1, **options: Any) -> np.ndarray:
 
 
 # Where the map of the first panel stands in a figure without titles.
-LEFT, TOP, TILE = pictures._MARGIN + pictures._TILE + pictures._GUTTER, pictures._MARGIN, pictures._TILE
+LEFT, TOP, TILE = plotting._MARGIN + plotting._TILE + plotting._GUTTER, plotting._MARGIN, plotting._TILE
 
 
 def patch_colour(figure: np.ndarray, row: int, column: int) -> np.ndarray:
@@ -46,21 +46,21 @@ def patch_colour(figure: np.ndarray, row: int, column: int) -> np.ndarray:
 class TestHaltingMaps:
     def test_the_figure_grows_by_whole_panels(self) -> None:
         one, two, three = (maps(np.ones((2, 2), int), n, columns=2).shape for n in (1, 2, 3))
-        assert one[1] == 2 * pictures._MARGIN + 2 * TILE + pictures._GUTTER
-        assert two[1] - one[1] == 2 * TILE + pictures._GUTTER + pictures._GAP
-        assert one[0] == two[0] == pictures._MARGIN + TILE + pictures._LEGEND
-        assert three[:2] == (two[0] + TILE + pictures._ROW_GAP, two[1])
+        assert one[1] == 2 * plotting._MARGIN + 2 * TILE + plotting._GUTTER
+        assert two[1] - one[1] == 2 * TILE + plotting._GUTTER + plotting._GAP
+        assert one[0] == two[0] == plotting._MARGIN + TILE + plotting._LEGEND
+        assert three[:2] == (two[0] + TILE + plotting._ROW_GAP, two[1])
 
     def test_titles_take_room_and_ink(self) -> None:
         bare, named, other = (maps([[1, 1], [1, 1]], titles=t) for t in (None, ["label 7"], ["label $x_1 · 38 %"]))
-        assert named.shape[0] == bare.shape[0] + pictures._TITLE
+        assert named.shape[0] == bare.shape[0] + plotting._TITLE
         assert (named != other).any()
 
     def test_a_long_title_stays_inside_its_panel(self) -> None:
         figure = maps([[1, 1], [1, 1]], titles=["a very long title " * 12])
-        band = figure[pictures._MARGIN - 12 : pictures._MARGIN + pictures._TITLE]
-        assert (band[:, pictures._MARGIN : -pictures._MARGIN] < 128).any()
-        assert (band[:, -pictures._MARGIN + 4 :] == 255).all()
+        band = figure[plotting._MARGIN - 12 : plotting._MARGIN + plotting._TITLE]
+        assert (band[:, plotting._MARGIN : -plotting._MARGIN] < 128).any()
+        assert (band[:, -plotting._MARGIN + 4 :] == 255).all()
 
     def test_depth_is_seen_patch_by_patch(self) -> None:
         figure = maps([[12, 1], [1, 12]])
@@ -78,19 +78,19 @@ class TestHaltingMaps:
         every = np.arange(LAYERS + 1)
         images, depths = np.full((len(every), 32, 32, 3), 0.5), every[:, None, None]
         figure = pixels(halting_maps(images, depths, LAYERS, columns=1))
-        rows = TOP + TILE // 2 + every * (TILE + pictures._ROW_GAP)
+        rows = TOP + TILE // 2 + every * (TILE + plotting._ROW_GAP)
         light = figure[rows, LEFT + TILE // 2] @ [0.299, 0.587, 0.114]
         assert (np.diff(light) > 0).all()
 
     def test_the_input_is_shown_unchanged(self) -> None:
         figure = maps([[12, 1], [1, 12]])
-        tile = figure[TOP : TOP + TILE, pictures._MARGIN : pictures._MARGIN + TILE]
+        tile = figure[TOP : TOP + TILE, plotting._MARGIN : plotting._MARGIN + TILE]
         assert np.abs(tile - 128).max() <= 1
 
     def test_grids_that_do_not_divide_the_image_and_wide_images(self) -> None:
         images, depths = np.random.default_rng(0).random((2, 30, 50, 3)), np.ones((2, 7, 3), int)
         figure = pixels(halting_maps(images, depths, LAYERS, columns=1))
-        assert figure.shape[0] == pictures._MARGIN + 2 * round(TILE * 30 / 50) + pictures._ROW_GAP + pictures._LEGEND
+        assert figure.shape[0] == plotting._MARGIN + 2 * round(TILE * 30 / 50) + plotting._ROW_GAP + plotting._LEGEND
 
     def test_grey_images_and_values_out_of_range(self) -> None:
         halting_maps(np.full((1, 8, 8, 1), 1.5), np.ones((1, 2, 2), int), LAYERS)
@@ -119,7 +119,7 @@ class TestHaltingMaps:
 class TestLayerCurve:
     def test_bars_follow_the_tokens(self) -> None:
         few, many = (pixels(layer_curve([65.0, n, n], 65)) for n in (5.0, 50.0))
-        accent = np.array([int(pictures.ACCENT[i : i + 2], 16) for i in (1, 3, 5)])
+        accent = np.array([int(plotting.ACCENT[i : i + 2], 16) for i in (1, 3, 5)])
         few_ink, many_ink = ((figure == accent).all(-1).sum() for figure in (few, many))
         assert few.shape == many.shape
         assert many_ink / few_ink == pytest.approx(165 / 75, rel=0.03)

@@ -29,10 +29,10 @@ from test_reproduce_plan import planned
 
 from adaptivit.compare_results import read_correct
 from adaptivit.evaluate import paired_difference
-from adaptivit.files import write_json
 from adaptivit.reproduce import TABLES, Run, Table, execute, report
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
+from adaptivit.utils.atomic_io import write_json
 
 _ = small  # a fixture
 TINY = Table(

@@ -22,12 +22,12 @@ import adaptivit
 from adaptivit import settings
 from adaptivit.compare_results import read_correct
 from adaptivit.errors import UserError
-from adaptivit.files import write_json
 from adaptivit.methods import full_spec
 from adaptivit.recipes import RECIPES
 from adaptivit.reproduce import TABLES, equal_cost, execute, tables
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
+from adaptivit.utils.atomic_io import write_json
 
 _ = small  # a fixture
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,6 @@ from torch import Tensor
 from adaptivit import backbone, optimise
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
-from adaptivit.draws import Share, draw, drawing
 from adaptivit.objectives import (
     Batch,
     Budget,
@@ -38,6 +37,7 @@ from adaptivit.objectives import (
 from adaptivit.shares import Whole, rows
 from adaptivit.train import objective
 from adaptivit.trainer import Seen, Trainer
+from adaptivit.utils.batch_rng import Share, draw, drawing
 
 AHT: dict[str, Any] = {"beta": -1.0, "straight_through": True}
 AVIT: dict[str, Any] = {"gate_scale": 1.0, "gate_center": 2.0}

@@ -13,11 +13,11 @@ from adaptivit import data
 from adaptivit.arrays import evaluation_images
 from adaptivit.config import TrainConfig
 from adaptivit.data import Labelled
-from adaptivit.draws import Share, drawing
 from adaptivit.errors import UserError
 from adaptivit.objectives import Batch, Budget
 from adaptivit.policies.halting import Halting
 from adaptivit.start import calibrate
+from adaptivit.utils.batch_rng import Share, drawing
 
 WORTH: dict[str, Any] = {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 3.0, "beta": 0.0}
 

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from ..backbone import Shape
 from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep, Trace
-from ..draws import draw
 from ..errors import UserError
 from ..ops.gate import Gate
 from ..policy_settings import AHTSettings
+from ..utils.batch_rng import draw
 from .base import Policy
 from .halting import Halting
 from .selection import check_blocks, fold

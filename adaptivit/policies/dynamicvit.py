@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..backbone import Shape
 from ..decision import Decision, Drop
-from ..draws import draw
 from ..policy_settings import DynamicViTSettings
+from ..utils.batch_rng import draw
 from .base import Policy
 from .selection import check_blocks, fold, thirds, top
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pictures import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from ..utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
 _RIGHT, _BELOW, _ABOVE = 40, 56, 84  # pixels
 _ROW, _WIDE, _LETTER = 30, 520, 8.2

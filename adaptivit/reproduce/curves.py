@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..pictures import DPI, FAINT, INK, MUTED
+from ..utils.plotting import DPI, FAINT, INK, MUTED
 
 LABELS = {"top1": "top-1 % on validation", "mean_depth": "mean depth, blocks a patch", "gmacs": "GMACs an image"}
 LABELS |= {"accuracy": "accuracy % of training batches, augmented"}

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from ..compare_results import Row, as_row
-from ..files import write_json, write_text
+from ..utils.atomic_io import write_json, write_text
 from .job import compare_config, finished
 from .plan import Job, ReproduceConfig, plan
 from .report import screen, write

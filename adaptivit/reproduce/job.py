@@ -28,10 +28,10 @@ from ..compare import measure
 from ..compare_plan import Entry
 from ..compare_results import Row, as_row, keep_correct, read_correct
 from ..config import TrainConfig
-from ..files import write_json
 from ..methods import full_spec
 from ..model import AdaptiveViT
 from ..sweep_store import Lock
+from ..utils.atomic_io import write_json
 from .plan import Job
 
 _IMAGES = 512  # of validation, that a budget is calibrated on

@@ -20,8 +20,8 @@ from ..compare_results import COLUMNS, Row, add_differences, read_correct, write
 from ..compare_table import failures, grid, headings, lines, means, points
 from ..compare_table import screen as table_of
 from ..evaluate import Result
-from ..files import write_bytes, write_text
 from ..pareto import pareto
+from ..utils.atomic_io import write_bytes, write_text
 from . import bars
 from .curves import Curve, draw
 from .plan import Job, ReproduceConfig

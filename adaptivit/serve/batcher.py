@@ -26,10 +26,10 @@ from .. import budget as budgets
 from .. import dial
 from ..budget import Budget
 from ..cost import CostModel
-from ..device import device_name
 from ..errors import UserError
 from ..model import AdaptiveViT
 from ..output import Output
+from ..utils.hardware import device_name
 from .memory import Keeper
 from .metrics import Metrics
 

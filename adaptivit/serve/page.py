@@ -22,11 +22,11 @@ from PIL import Image
 from torch import Tensor
 
 from ..budget import Budget
-from ..device import device_name
 from ..factory import create
 from ..model import AdaptiveViT
-from ..pictures import COLOURS
 from ..report import STYLE
+from ..utils.hardware import device_name
+from ..utils.plotting import COLOURS
 from ..visualize.seen import METHODS
 from .batcher import QueueFull
 from .limits import Refused, busy

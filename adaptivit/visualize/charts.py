@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from ..errors import UserError
-from ..pictures import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _depth_bars, _figure, _headline, _live_bars
+from ..utils.plotting import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _depth_bars, _figure, _headline, _live_bars
 from .seen import Array, Seen
 
 if TYPE_CHECKING:

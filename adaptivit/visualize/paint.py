@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import UserError
-from ..pictures import COLOURS, FAINT, INK, MUTED, halting_maps
+from ..utils.plotting import COLOURS, FAINT, INK, MUTED, halting_maps
 from .seen import Array, Seen
 
 CELL = 8

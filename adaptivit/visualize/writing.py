@@ -17,8 +17,8 @@ import torch
 
 from .. import __version__
 from ..errors import UserError
-from ..files import write_bytes, write_text
 from ..model import AdaptiveViT
+from ..utils.atomic_io import write_bytes, write_text
 from . import charts, paint
 from .classes import by_class
 from .collect import look

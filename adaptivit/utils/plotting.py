@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
-from .errors import UserError
+from ..errors import UserError
 
 DPI = 150
 COLOURS = matplotlib.colormaps["viridis"]

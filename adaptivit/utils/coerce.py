@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from .errors import UserError, unknown
+from ..errors import UserError, unknown
 
 
 def require(ok: bool, name: str, expected: str, value: object) -> None:

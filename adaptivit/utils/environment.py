@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import __version__
+from .. import __version__
 
 _PACKAGES = ("torch", "torchvision", "timm", "accelerate", "numpy", "triton")
 

@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of models: files, hardware, versions, coercion, plotting."""
