@@ -17,9 +17,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from .errors import UnsupportedBackbone
+from .kernels.halting_gate import Gate
 from .layouts import Layout
 from .layouts.similarity import mean_key
-from .ops.gate import Gate
 from .utils.batch_rng import draw
 
 

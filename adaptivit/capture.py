@@ -20,8 +20,8 @@ from .decision import Trace
 from .dial import Budgets, Turn, turns
 from .errors import UserError
 from .folded import Folded, possible
+from .kernels.pack_index import joined
 from .layouts import PackedOnDevice
-from .ops.compact import joined
 from .output import Output
 
 if TYPE_CHECKING:

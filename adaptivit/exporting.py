@@ -27,7 +27,7 @@ from .errors import UserError, first_line, unknown
 from .export_config import KINDS
 from .forward import forward
 from .layouts import Gathered, Layout, Masked
-from .layouts.cropped import Cropped
+from .layouts.padded import Cropped
 from .model import AdaptiveViT
 from .utils.atomic_io import write_bytes
 

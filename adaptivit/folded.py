@@ -29,9 +29,9 @@ from . import fused
 from .backbone import Taps
 from .errors import UserError
 from .fused import Product
+from .kernels.launch import precision
+from .kernels.norm_folded import fold
 from .layouts import PackedOnDevice
-from .ops.kernels import precision
-from .ops.norm_folded import fold
 
 _settled: WeakSet[Folded] = WeakSet()
 

@@ -20,8 +20,8 @@ from .backbone import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
 from .decision import Drop, Keep, Merge, Skip, Step, Trace, When, detached
+from .kernels.pack_index import stacked
 from .layouts import Ending, Layout
-from .ops.compact import stacked
 from .output import Output
 from .policies.base import Policy
 

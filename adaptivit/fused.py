@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from . import backbone
 from .backbone import Taps
+from .kernels.launch import usable
+from .kernels.linear import linear
+from .kernels.norm import norm
+from .kernels.norm_folded import measured, normed, piece
+from .kernels.norm_linear import norm_linear, norm_linear_gated, split
+from .kernels.patch_embed import patches
 from .layouts import PackedOnDevice
 from .layouts.base import Moments, Stream
-from .ops.kernels import usable
-from .ops.linear import linear
-from .ops.norm import norm
-from .ops.norm_folded import measured, normed, piece
-from .ops.norm_linear import norm_linear, norm_linear_gated, split
-from .ops.patches import patches
 
 FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
 

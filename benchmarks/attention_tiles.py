@@ -1,6 +1,6 @@
 """Which tiles of the ragged attention are fastest: python3 benchmarks/attention_tiles.py --batch-sizes 32 256 --out OUT
 
-The table behind tile_for in adaptivit/ops/ragged.py: images of 197 tokens (and as many as --tokens says), of which each
+The table behind tile_for in adaptivit/kernels/ragged_attention.py: images of 197 tokens (and as many as --tokens says), of which each
 stays with a chance of --live. Tiles take turns; those that are off by more than 2 % of float32's are left out.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.ops import ragged
+from adaptivit.kernels import ragged_attention
 from adaptivit.utils import environment
 
 TILES = [
@@ -69,18 +69,18 @@ def main() -> None:
             there = torch.rand(len(qkv), device="cuda") < 0.9
             for weight in (None, there) if live < 1 else (None,):
                 kind = "bool" if weight is not None else ""
-                want = ragged.reference(*(t[:count].float() for t in (q, k, v)), offsets, weight)
+                want = ragged_attention.reference(*(t[:count].float() for t in (q, k, v)), offsets, weight)
                 graphs = {}
                 for tile in TILES[first::step]:
                     try:
-                        out = ragged.run(q, k, v, offsets, given.tokens, weight, tile)
+                        out = ragged_attention.run(q, k, v, offsets, given.tokens, weight, tile)
                         error = float((out[:count].float() - want[:count]).norm() / want[:count].norm())
                         assert error < 2e-2, f"off by {error:.2g}"
                         torch.cuda.synchronize()
                         graph = torch.cuda.CUDAGraph()
                         with torch.cuda.graph(graph):
                             for _ in range(PASSES):
-                                ragged.run(q, k, v, offsets, given.tokens, weight, tile)
+                                ragged_attention.run(q, k, v, offsets, given.tokens, weight, tile)
                     except Exception as failure:  # a tile that does not fit
                         print(f"{tile}: {type(failure).__name__}: {str(failure)[:200]}", file=sys.stderr)
                         continue
@@ -90,7 +90,7 @@ def main() -> None:
                     for tile, (graph, _) in graphs.items():
                         times[tile].append(microseconds(graph))
                 rest = (batch, count // batch, weight is not None)
-                now = ragged.tile_for(given.tokens, given.width, torch.bfloat16, *rest)
+                now = ragged_attention.tile_for(given.tokens, given.width, torch.bfloat16, *rest)
                 found = sorted((statistics.median(t[1:] or t), tile) for tile, t in times.items())
                 words = [f"{took:.1f} {'x'.join(map(str, tile))}{' (now)' * (tile == now)}" for took, tile in found]
                 print(f"batch {batch}, live {live}{kind and ', ' + kind}: {'; '.join(words)}", flush=True)

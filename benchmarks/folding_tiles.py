@@ -17,11 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.ops import compact, meet, merge
-from adaptivit.ops.worth import Worth
+from adaptivit.kernels import merge, merge_assign, pack_index
+from adaptivit.kernels.merge_score import Worth
 
 SLOTS, WIDTH, HEAD, LEAVING = 197, 384, 64, 16
-MEET = [meet.Tile(m, n, part, warps) for m, n, part, warps in itertools.product((16, 32), (64, 128), (16, 32), (4, 8))]
+MEET = [
+    merge_assign.Tile(m, n, part, warps)
+    for m, n, part, warps in itertools.product((16, 32), (64, 128), (16, 32), (4, 8))
+]
 MERGE = [
     (piece, merge.Tile(m, 16, warps, orders))
     for piece, m, warps, orders in itertools.product((64, 128), (16, 32, 64), (2, 4), (False, True))
@@ -30,23 +33,23 @@ MERGE = [
 
 def cases(batch: int) -> Any:
     """Name, tiles, what takes a tile, what is timed."""
-    from adaptivit.ops.similar import units_reference
+    from adaptivit.kernels.nearest_token import units_reference
 
     k = torch.randn(batch * SLOTS, 6, HEAD, device="cuda")
-    offsets, cells = compact.steps(k, batch * SLOTS + 1, SLOTS), compact.steps(k, batch * SLOTS, 1)
+    offsets, cells = pack_index.steps(k, batch * SLOTS + 1, SLOTS), pack_index.steps(k, batch * SLOTS, 1)
     units = units_reference(k, cells, offsets, batch, SLOTS)
     here = torch.ones(batch, SLOTS, dtype=torch.bool, device="cuda")
     patches = here & (torch.arange(SLOTS, device="cuda") > 0)
     size = torch.ones(batch, SLOTS, device="cuda")
     worth = Worth(torch.rand(batch, SLOTS, device="cuda"), torch.rand(batch, SLOTS, device="cuda"), 0.5, 0.5)
     count = SLOTS - 1 - LEAVING
-    meets = partial(meet.meet, units, patches, here, size, None, None, worth, count)
+    meets = partial(merge_assign.meet, units, patches, here, size, None, None, worth, count)
     met = meets()
     rows = torch.randn(batch * SLOTS, WIDTH, device="cuda").to(torch.bfloat16)
     merges = partial(merge.merge, rows, here, met.into, met.scale, cells, count + 1, met.size, True)
 
-    def of_meet(tile: meet.Tile) -> None:
-        meet.tile_for = lambda *_: tile
+    def of_meet(tile: merge_assign.Tile) -> None:
+        merge_assign.tile_for = lambda *_: tile
 
     def of_merge(tile: tuple[int, merge.Tile]) -> None:
         merge.PIECE, merge.tile_for = tile[0], lambda *_: tile[1]
@@ -62,7 +65,7 @@ def main() -> None:
     given = parser.parse_args()
     from triton.testing import do_bench_cudagraph
 
-    tiles_for = (meet.tile_for, merge.tile_for)
+    tiles_for = (merge_assign.tile_for, merge.tile_for)
     torch.manual_seed(0)
     with torch.inference_mode():
         for batch in given.batch_sizes:

@@ -18,28 +18,28 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit.decision import Trace
-from adaptivit.model import AdaptiveViT
-from adaptivit.ops import (
+from adaptivit.kernels import (
     attention,
-    back,
-    compact,
-    evidence,
-    kernels,
+    attention_scores,
+    bipartite_match,
+    launch,
     linear,
-    looks,
-    meet,
     merge,
+    merge_assign,
+    nearest_token,
     norm,
     norm_folded,
     norm_linear,
-    pairs,
-    patches,
-    ragged,
-    select,
-    similar,
-    weighted_kernels,
+    pack_index,
+    patch_embed,
+    ragged_attention,
+    scores_and_keys,
+    topk,
+    unskip,
+    weighted_attention,
 )
-from adaptivit.ops.worth import Worth
+from adaptivit.kernels.merge_score import Worth
+from adaptivit.model import AdaptiveViT
 from adaptivit.profiles import drawn_trace
 
 
@@ -85,11 +85,16 @@ def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
     for kind, weight in (("none", None), ("bool", sizes > 0), ("sizes", sizes)):
         name = f"{str(dtype)[6:]} d {width} lengths {lengths[:4]}, weight {kind}"
         q64, k64, v64 = (t.double() for t in (q, k, v))
-        out = ragged.attend(q, k, v, offsets, max(lengths), weight)[:live]
-        close(f"attend {name}", out, ragged.reference(q64, k64, v64, offsets, weight)[:live], BOUND[dtype])
-        for what, run in (("class", evidence.class_row), ("all", evidence.received)):
+        out = ragged_attention.attend(q, k, v, offsets, max(lengths), weight)[:live]
+        close(f"attend {name}", out, ragged_attention.reference(q64, k64, v64, offsets, weight)[:live], BOUND[dtype])
+        for what, run in (("class", attention_scores.class_row), ("all", attention_scores.received)):
             got = run(q, k, offsets, max(lengths), weight)[:live]
-            close(f"{what} row {name}", got, evidence.reference(q64, k64, offsets, weight, what)[:live], BOUND[dtype])
+            close(
+                f"{what} row {name}",
+                got,
+                attention_scores.reference(q64, k64, offsets, weight, what)[:live],
+                BOUND[dtype],
+            )
 
 
 def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool) -> None:
@@ -105,14 +110,14 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     else:
         k = k[:live]
     name = f"{str(dtype)[6:]} d {width} n {slots} {'ragged' if ragged_rows else 'equal'}"
-    units = similar.units(k, index, offsets, 9, slots)
+    units = nearest_token.units(k, index, offsets, 9, slots)
     x = k[:live].double().mean(1)
     exact = torch.zeros(9 * slots, width, device="cuda", dtype=torch.float64)
     exact[cells] = x / x.norm(dim=-1, keepdim=True)
     close(f"units {name}", units[cells].double().sum(1) / 64, exact[cells], 2e-7)
     if offsets is not None:
-        row, again = looks.looks(k.contiguous(), k, index, offsets, slots, None, slots)
-        apart = evidence.class_row(*kernels.alike(k.contiguous(), k), offsets, slots)
+        row, again = scores_and_keys.looks(k.contiguous(), k, index, offsets, slots, None, slots)
+        apart = attention_scores.class_row(*launch.alike(k.contiguous(), k), offsets, slots)
         same(f"looks {name}", (row[:live], again[cells]), (apart[:live], units[cells]))
     u = exact.unflatten(0, (9, slots))
     cosine = (u @ u.transpose(1, 2)).masked_fill(torch.eye(slots, device="cuda").bool(), float("-inf"))
@@ -125,13 +130,13 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
         same(f"{what}: who, {name}", (slot[clear],), (torch.where(some, two.indices[..., 0], -1)[clear],))
 
     allowed = here[:, :, None] & (among & here)[:, None, :]
-    found = similar.nearest(units, index, offsets, among, here)
+    found = nearest_token.nearest(units, index, offsets, among, here)
     compare("nearest", *found, cosine.masked_fill(~allowed, float("-inf")))
     leaving, patches_ = ~among, here & (torch.arange(slots, device="cuda") > 0)
     stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
     size, say = torch.rand(2, *here.shape, device="cuda") + 0.1
     with torch.inference_mode():
-        into, scale, after, left = meet.meet(units, patches_, here, size, say, leaving, None, 0)
+        into, scale, after, left = merge_assign.meet(units, patches_, here, size, say, leaving, None, 0)
     same(f"meet, left {name}", left[1:], ((here & ~leaving).sum(-1).int(),))
     best = cosine.masked_fill(~stay, float("-inf"))
     compare("meet", best.max(-1).values, torch.where(leaving, into, -1), best)
@@ -140,25 +145,27 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     ):
         close(f"meet, {part} {name}", out, want, 1e-5)
     score = noise(*here.shape, dtype=torch.float32)
-    rest = select.reference(score, patches_, 3, rest=True)
+    rest = topk.reference(score, patches_, 3, rest=True)
     with torch.inference_mode():
-        ranked = meet.meet(units, patches_, here, size, say, None, score, 3)
-        same(f"meet, ranked {name}", ranked[:3], meet.meet(units, patches_, here, size, say, rest, None, 0)[:3])
+        ranked = merge_assign.meet(units, patches_, here, size, say, None, score, 3)
+        same(f"meet, ranked {name}", ranked[:3], merge_assign.meet(units, patches_, here, size, say, rest, None, 0)[:3])
         worth = Worth(score.abs(), found[0].clamp(-1, 1), 0.5, 0.5)
         by, its = worth.numbers(size)
-        one, two = (meet.meet(units, patches_, here, size, *s, 3) for s in ((None, None, worth), (its, None, by)))
+        one, two = (
+            merge_assign.meet(units, patches_, here, size, *s, 3) for s in ((None, None, worth), (its, None, by))
+        )
         assert one is not None and two is not None  # noqa: PT018
         same(f"meet, by worth {name}", one[:1], two[:1])
         close(f"meet, by worth, scale {name}", one[1], two[1], 1e-6)
     if not ragged_rows and slots > 3:
         order = torch.stack([torch.cat([cells.new_zeros(1), torch.randperm(slots - 1, device="cuda") + 1])] * 9)
         a, b = order[:, ::2], order[:, 1::2]
-        value, slot = similar.match(units, a, b, slots, 1)
+        value, slot = nearest_token.match(units, a, b, slots, 1)
         column = torch.where(slot < 0, -1, (slot[..., None] == b[:, None]).long().argmax(-1))
         pick = cosine.gather(1, a[..., None].expand(-1, -1, slots)).gather(2, b[:, None].expand(-1, a.shape[1], -1))
         compare("match", value, column, pick.masked_fill((a < 1)[..., None], float("-inf")))
         given = (value, slot, order, here, (slots - 1) // 3, 1)
-        got, want = pairs.pairs(*given), pairs.reference(*given)
+        got, want = bipartite_match.pairs(*given), bipartite_match.reference(*given)
         same(f"pairs {name}", got, want)
 
 
@@ -168,7 +175,7 @@ def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:
     with torch.no_grad():
         weight[:, 0] = 1.0  # no image without any key: the reference has no gradient there
     twin = [t.detach().double().requires_grad_() for t in (*given, weight)]
-    out = weighted_kernels.attention(*given, weight)
+    out = weighted_attention.attention(*given, weight)
     grad = noise(*out.shape, dtype=dtype)
     out.backward(grad)
     want = attention.probabilities(*twin[:2], twin[3]) @ twin[2].float()
@@ -187,13 +194,13 @@ def check_selection(batch: int, slots: int) -> None:
     score[:, ::5], score[:, 1::7], score[:, 2::11] = 0.25, float("nan"), float("-inf")
     among = torch.rand(batch, slots, device="cuda") < 0.9
     for rest in (False, True):
-        top = select.top(score, among, wanted, rest=rest)
-        same(f"top {name}, rest {rest}", (top,), (select.reference(score, among, wanted, rest),))
-    stay = select.reference(score, torch.ones_like(among), wanted)
+        top = topk.top(score, among, wanted, rest=rest)
+        same(f"top {name}, rest {rest}", (top,), (topk.reference(score, among, wanted, rest),))
+    stay = topk.reference(score, torch.ones_like(among), wanted)
     cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
-    same(f"order {name}, equal", compact.order(stay, cells, wanted), compact.reference(stay, cells, wanted))
+    same(f"order {name}, equal", pack_index.order(stay, cells, wanted), pack_index.reference(stay, cells, wanted))
     some = among & stay
-    same(f"order {name}", compact.order(some, cells), compact.reference(some, cells))
+    same(f"order {name}", pack_index.order(some, cells), pack_index.reference(some, cells))
     goes = (stay.float() + 1e-9).multinomial(slots, replacement=True)
     goes = torch.where(torch.rand(batch, slots, device="cuda") < 0.2, -1, goes)
     into = torch.where(stay, torch.arange(slots, device="cuda"), goes)
@@ -213,12 +220,12 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
         live = torch.rand(batch, slots, device="cuda") < torch.rand(batch, 1, device="cuda")
     score = torch.rand(batch, slots, device="cuda")
     kept = slots * 3 // 4
-    stay = select.reference(score, live, kept)
+    stay = topk.reference(score, live, kept)
     goes = (stay.float() + 1e-9).multinomial(slots, replacement=True)
     goes = torch.where(torch.rand(batch, slots, device="cuda") < 0.2, -1, goes)
     into = torch.where(stay, torch.arange(slots, device="cuda"), goes)
     cells = torch.arange(batch * slots, device="cuda", dtype=torch.int32)
-    place, _, offsets, index = compact.reference(live, cells)
+    place, _, offsets, index = pack_index.reference(live, cells)
     rows = rows_of(int(offsets[-1]), torch.cat([rows[index], rows[-3:]]))
     scale, count = torch.rand(batch, slots, device="cuda"), kept if equal else None
     got, _, _ = merge.merge(rows, live, into, scale, place, count)
@@ -240,16 +247,16 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
     known = merge.reference(bad, live, into, scale, place, count)[0][:number]
     same(f"a bad row in merge {name}", (found.isfinite(),), (known.isfinite(),))
     took_part = live & stay
-    there, _, ends, _ = compact.reference(took_part, place)
+    there, _, ends, _ = pack_index.reference(took_part, place)
     moved = rows_of(int(ends[-1]), noise(batch * slots, width, dtype=dtype))
-    _, whose, limits, _ = compact.reference(live, cells)
+    _, whose, limits, _ = pack_index.reference(live, cells)
     for share in (None, scale):
         wide = None if share is None else share.double()
-        out = back.back(rows[: batch * slots], whose, moved, there, share, limits[-1:])
-        known = back.reference(rows[: batch * slots].double(), whose, moved.double(), there, wide, limits[-1:])
+        out = unskip.back(rows[: batch * slots], whose, moved, there, share, limits[-1:])
+        known = unskip.reference(rows[: batch * slots].double(), whose, moved.double(), there, wide, limits[-1:])
         stop = int(limits[-1])
         close(f"back {name}, gate {share is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
-        again, moments = back.back_measured(rows[: batch * slots], whose, moved, there, share, limits[-1:])
+        again, moments = unskip.back_measured(rows[: batch * slots], whose, moved, there, share, limits[-1:])
         known = norm_folded.reference_moments(again[:stop].double(), width)
         close(f"back's moments {name}, gate {share is not None}", moments[..., :stop], known, 1e-5)
 
@@ -317,20 +324,20 @@ def check_kernels() -> None:
     stay = torch.rand(300, 197, device="cuda") < 0.5
     cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
     for images in (1, 40, 300):
-        got, want = (f(stay[:images], cells[: images * 197]) for f in (compact.order, compact.reference))
+        got, want = (f(stay[:images], cells[: images * 197]) for f in (pack_index.order, pack_index.reference))
         same(f"order of {images} images", got, want)
     with torch.inference_mode():
         masks = [stay[:, ::2], stay[:, 1::2].T.contiguous().T, *(stay[:, :99] for _ in range(10))]
         masks = [mask[:, :98] for mask in masks]
-        same("masks stacked", (compact.stacked(masks),), (torch.stack(masks),))
+        same("masks stacked", (pack_index.stacked(masks),), (torch.stack(masks),))
     pixels, w, b = (
         noise(3, 3, 224, 224, dtype=torch.bfloat16),
         noise(192, 768, dtype=torch.bfloat16) / 28,
         noise(192, dtype=torch.bfloat16),
     )
     at, lead = noise(196, 192, dtype=torch.bfloat16), noise(2, 192, dtype=torch.bfloat16)
-    want = patches.reference(*(t.double() for t in (pixels, w, b, at, lead)), (16, 16))
-    close("patches", patches.patches(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
+    want = patch_embed.reference(*(t.double() for t in (pixels, w, b, at, lead)), (16, 16))
+    close("patches", patch_embed.patches(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
     folded.check_kernels()
     folded.check_models(compiled=False)
     check_models(compiled=False)

@@ -1,6 +1,6 @@
 """Which tiles are fastest, kernel by kernel: python3 benchmarks/kernel_tiles.py [--only linear] [--rows 6304]
 
-The tables behind tile_for in adaptivit/ops/. Triton compiles every tile first, which takes long: run it with --compile
+The tables behind tile_for in adaptivit/kernels/. Triton compiles every tile first, which takes long: run it with --compile
 I/N in N processes side by side (nothing is timed then), and then once without. Prints the fastest tiles of every case,
 with the error against float32, beside the tile that tile_for chooses. --products fc2 --measured: those alone, with the
 moments of what they write.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.ops import linear, norm, norm_folded, norm_linear
+from adaptivit.kernels import linear, norm, norm_folded, norm_linear
 
 LINEAR = [
     linear.Tile(m, n, k, warps, stages, residents, parts)

@@ -28,7 +28,7 @@ from adaptivit import settings
 from adaptivit.commands import append_csv
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
-from adaptivit.ops import weighted_kernels
+from adaptivit.kernels import weighted_attention
 from adaptivit.recipes import get
 from adaptivit.train import Trainer, _accelerator, _trainer, objective
 from adaptivit.utils.environment import commit
@@ -172,12 +172,12 @@ def report(
         "recompilations": contender.recompiled,
         "warm_up_s": round(contender.warm_up, 1),
         "last_loss": round(contender.loss, 4),
-        "kernels": weighted_kernels.usable(torch.empty(1, 64, device=device)),
+        "kernels": weighted_attention.usable(torch.empty(1, 64, device=device)),
         "turns": options.turns,
         "steps_a_turn": options.steps,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
-        "triton": getattr(weighted_kernels.triton, "__version__", ""),
+        "triton": getattr(weighted_attention.triton, "__version__", ""),
         "adaptivit": adaptivit.__version__,
         "commit": commit(),
         "seed": 0,

@@ -10,7 +10,7 @@ from conftest import assert_close, pictures, tiny
 from interpreted import elsewhere, here
 
 from adaptivit import policies
-from adaptivit.ops import kernels
+from adaptivit.kernels import launch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "static": [{}],
@@ -58,5 +58,5 @@ def test_a_masked_pass_is_one_graph(policy: str, given: dict[str, Any]) -> None:
 @torch.inference_mode()
 def test_a_pass_of_kernels_is_one_graph(policy: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the layout of the GPU, which waits for no count."""
-    monkeypatch.setattr(kernels, "on_cpu", True)
+    monkeypatch.setattr(launch, "on_cpu", True)
     run_compiled(policy, {"more": {"embed_dim": 48, "depth": 4}} | given, "auto")

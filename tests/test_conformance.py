@@ -181,7 +181,7 @@ def test_a_leaking_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead key that still answers is just what the comparison exists for."""
 
     def leak(self: Layout, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        from adaptivit.ops import attention
+        from adaptivit.kernels import attention
 
         return attention.fused(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit.decision import Trace
+from adaptivit.kernels import attention
 from adaptivit.objectives import Batch, Budget, CrossEntropy, Distillation, DistributionPrior, Ponder, TargetDepth
 from adaptivit.objectives.halting_distribution import halting_mass
 from adaptivit.objectives.target_depth import target_distribution
-from adaptivit.ops import attention
 from adaptivit.output import Output
 
 L = 6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import pictures, tiny
 
-from adaptivit.ops import attention
+from adaptivit.kernels import attention
 
 # policy -> blocks (of 6) in which the attention matrix itself may be computed, and for which of its queries
 LOOKS: dict[str, tuple[dict[str, Any], list[int]]] = {

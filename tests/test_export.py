@@ -18,7 +18,7 @@ import adaptivit
 from adaptivit import backbone, exporting
 from adaptivit.errors import UserError
 from adaptivit.forward import forward
-from adaptivit.layouts.cropped import Cropped
+from adaptivit.layouts.padded import Cropped
 
 HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "aht": ("aht", {"beta": -1.0}),

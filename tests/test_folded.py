@@ -20,11 +20,11 @@ from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.dial import Turn
 from adaptivit.errors import UserError
 from adaptivit.folded import Folded
+from adaptivit.kernels import launch
+from adaptivit.kernels.norm_folded import reference_moments
 from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
 from adaptivit.layouts.base import Moments, Stream
 from adaptivit.model import AdaptiveViT
-from adaptivit.ops import kernels
-from adaptivit.ops.norm_folded import reference_moments
 from adaptivit.output import Output
 
 pytestmark = others.pytestmark
@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def run(model: AdaptiveViT, images: Tensor, layout: str, folded: Folded | None, plan: Plan | None = None) -> Output:
-    kernels.on_cpu = True
+    launch.on_cpu = True
     with torch.inference_mode():
         choice = model._choose(layout, images.device)
         assert choice.fused
@@ -223,7 +223,7 @@ def known(kind: type[PackedOnDevice], batch: int = 2, slots: int = 6, width: int
 @pytest.mark.parametrize("kind", [PackedOnDevice, GatheredOnDevice])
 @torch.inference_mode()
 def test_what_is_known_of_rows_is_forgotten_when_they_change(kind: type[PackedOnDevice]) -> None:
-    kernels.on_cpu = True
+    launch.on_cpu = True
     slot = torch.arange(6, device=DEVICE).expand(2, -1)
     layout = known(kind)
     layout.put(layout.rows)
@@ -331,7 +331,7 @@ def test_a_captured_pass_is_one_graph(case: str) -> None:
         return graph.forward
 
     with torch.inference_mode():
-        kernels.on_cpu = True
+        launch.on_cpu = True
         choice = model._choose(layout, images_of().device)
         first, _ = capture._masks(model._run(choice, images_of(), folded=folded))
 

@@ -12,8 +12,8 @@ from interpreted import here
 from test_kernels import TILES, TOLERANCE, assert_near, count, double, dtypes, fitting, noise
 from torch import Tensor
 
-from adaptivit.ops import kernels, linear, norm_folded
-from adaptivit.ops.linear import Tile
+from adaptivit.kernels import launch, linear, norm_folded
+from adaptivit.kernels.linear import Tile
 
 pytestmark = others.pytestmark
 _poison = others._poison
@@ -264,12 +264,12 @@ def test_who_rounds_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, dtype: torch.dtype, is_cuda: bool) -> None:
             self.dtype, self.is_cuda = dtype, is_cuda
 
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
     kinds = [Given(d, cuda) for d in (torch.bfloat16, torch.float16, torch.float32) for cuda in (True, False)]
-    assert [kernels.packs(given) for given in kinds] == [True, *[False] * 5]  # type: ignore[arg-type]
+    assert [launch.packs(given) for given in kinds] == [True, *[False] * 5]  # type: ignore[arg-type]
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert not kernels.packs(kinds[0])  # type: ignore[arg-type]
+    assert not launch.packs(kinds[0])  # type: ignore[arg-type]
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(kernels, "INTERPRETED", True)
-    assert not kernels.packs(kinds[0])  # type: ignore[arg-type]
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert not launch.packs(kinds[0])  # type: ignore[arg-type]

@@ -21,9 +21,9 @@ import adaptivit
 from adaptivit import capture, fused, layouts, schedule
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
+from adaptivit.kernels import launch, ragged_attention
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, Plan
 from adaptivit.model import AdaptiveViT
-from adaptivit.ops import kernels, ragged
 from adaptivit.output import Output
 
 pytestmark = [
@@ -98,7 +98,7 @@ def run(
     model: AdaptiveViT, images: Tensor, layout: str, use: bool, ask: tuple[str, ...] = (), plan: Plan | None = None
 ) -> Output:
     """A pass with the fused kernels, or without any."""
-    kernels.on_cpu = use
+    launch.on_cpu = use
     with torch.inference_mode():
         choice = model._choose(layout, images.device)
         assert choice.fused == (use and layout != "masked")
@@ -107,7 +107,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "on_cpu", kernels.on_cpu)
+    monkeypatch.setattr(launch, "on_cpu", launch.on_cpu)
 
 
 def images_of(config: dict[str, Any] = CONFIG, batch: int = 2, seed: int = 0) -> Tensor:
@@ -172,7 +172,7 @@ def test_equal_policies_on_other_backbones(kind: str, case: str) -> None:
 def test_backbones(kind: str) -> None:
     model = make("aht, mean field", BACKBONES[kind])
     if kind == "odd hidden width":  # 51 numbers are no whole lot of 16 bytes: run or refused, but right
-        kernels.on_cpu = True
+        launch.on_cpu = True
         with torch.inference_mode():
             assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
     else:
@@ -301,7 +301,7 @@ def test_what_a_supervisor_reads(feature: str) -> None:
 @torch.inference_mode()
 def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
     """As in test_layouts.py, with the kernels."""
-    kernels.on_cpu = True
+    launch.on_cpu = True
     laws.test_attend(layout, case)
     laws.test_evidence(layout, case)
     laws.test_nearest(layout, case)
@@ -312,7 +312,7 @@ def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
 @pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, GatheredOnDevice])
 @torch.inference_mode()
 def test_laws_of_moving(layout: type[Layout]) -> None:
-    kernels.on_cpu = True
+    launch.on_cpu = True
     laws.test_drop_freezes_and_hides(layout)
     laws.test_value_of_who_sits_out(layout)
     laws.test_leading_reads_the_first_slots(layout)
@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused_models_run_without(what: str) -> None:
     change, reason = REFUSED[what]
     model = make("aht", change)
-    kernels.on_cpu = True
+    launch.on_cpu = True
     with torch.inference_mode():
         said = fused.refusal(model.vit, torch.float32, torch.device(DEVICE))
         assert said is not None
@@ -360,7 +360,7 @@ def test_other_norms(layer: Any) -> None:
     vit = VisionTransformer(**CONFIG, norm_layer=layer)
     randomise(vit)
     model = adaptivit.create(vit, "aht", **HALTING).to(DEVICE).eval()
-    kernels.on_cpu = True
+    launch.on_cpu = True
     with torch.inference_mode():
         said = fused.refusal(vit, torch.float32, torch.device(DEVICE))
         assert layer is not RmsNorm or "norms are RmsNorm" in str(said)
@@ -370,20 +370,20 @@ def test_other_norms(layer: Any) -> None:
 @here
 def test_refusals_that_are_not_the_models() -> None:
     vit, device = make().vit, torch.device(DEVICE)
-    kernels.on_cpu = True
+    launch.on_cpu = True
     assert "gradients are on" in str(fused.refusal(vit, torch.float32, device))
     with torch.inference_mode():
         assert fused.refusal(vit, torch.float32, device) is None
         assert "float64" in str(fused.refusal(vit, torch.float64, device))
         with torch.autocast(DEVICE, torch.bfloat16):
             assert "autocast is on" in str(fused.refusal(vit, torch.float32, device))
-        kernels.on_cpu = False
+        launch.on_cpu = False
         assert "no GPU" in str(fused.refusal(vit, torch.float32, torch.device("cpu")))
 
 
 @here
 def test_the_layout_is_explained() -> None:
-    kernels.on_cpu = True
+    launch.on_cpu = True
     assert f"packed on {DEVICE} with fused Triton kernels: images differ" in make("aht").explain_layout()
     assert f"gathered on {DEVICE} with fused Triton kernels" in make("static").explain_layout()
     assert f"masked on {DEVICE} with timm's modules: asked for" in make("static").explain_layout("masked")
@@ -416,7 +416,7 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
     """What capture gives to torch.compile (but for its backend): traced as a whole, and the same."""
     change = {"depth": 3}
     model = replaying(REPLAYED, change) if case == "replay" else make(case, change)
-    kernels.on_cpu = True
+    launch.on_cpu = True
     with torch.inference_mode():
         choice = model._choose("auto", images_of().device)
         assert choice.fused
@@ -440,7 +440,7 @@ def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.Monkey
     """Every pass that is timed runs: one block and four, at every number of rows of a profile, with masks, and with a
     move between them. Each pass here takes as long as it has norms of their own."""
     passes, norms, masks = [], [0], []
-    apart, attend = fused.norm, ragged.attend
+    apart, attend = fused.norm, ragged_attention.attend
 
     def seen(*args: Any) -> Any:
         masks.append(len(args) > 5 and args[5] is not None and args[5].dtype == torch.bool)
@@ -457,10 +457,10 @@ def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.Monkey
         return float(norms[0])
 
     monkeypatch.setattr(fused, "norm", counted)
-    monkeypatch.setattr(ragged, "attend", seen)
+    monkeypatch.setattr(ragged_attention, "attend", seen)
     monkeypatch.setattr(fused, "FEW_ROWS", -1)
     monkeypatch.setattr(schedule, "_replayed", clock)
-    kernels.on_cpu = True
+    launch.on_cpu = True
     times = schedule.measure(make("aht"), 2, [40.0, 34.0, 16.4, 15.8, 0.2], folds)
     assert times.rows == (2, 16, 34)  # of 17 slots each
     assert passes == ([1, 1] * 6 + [1, 4] if folds else [2, 8] * 7)

@@ -17,8 +17,8 @@ import adaptivit
 from adaptivit import fused
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.dial import Turn
+from adaptivit.kernels import halting_gate, launch, norm_linear, pack_index
 from adaptivit.layouts import PackedOnDevice, Plan
-from adaptivit.ops import compact, gate, kernels, norm_linear
 from adaptivit.policies.aht import AHT
 
 pytestmark = test_kernels.pytestmark
@@ -28,11 +28,11 @@ IMAGES, SLOTS, PREFIX, WIDTH, PROBE = 3, 13, 2, 48, 33
 FACTS = ("scores", "halt", "remainder", "presence")
 
 
-def a_gate(shifted: bool, going: torch.Tensor, dtype: torch.dtype = torch.float32) -> gate.Gate:
+def a_gate(shifted: bool, going: torch.Tensor, dtype: torch.dtype = torch.float32) -> halting_gate.Gate:
     luck = torch.rand(IMAGES, SLOTS, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     gamma, beta = (torch.tensor([[0.0, value]], dtype=dtype, device=DEVICE)[0, 1] for value in (1.5, -0.5))  # views
     shift = torch.tensor([[0.5], [-1.0], [2.0]], device=DEVICE) if shifted else None
-    return gate.Gate(gamma, beta, shift, 0.99, PREFIX, luck, going)
+    return halting_gate.Gate(gamma, beta, shift, 0.99, PREFIX, luck, going)
 
 
 def parts() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_the_kernel(tile: norm_linear.Tile, moved: str, shifted: bool, dtype: to
     if moved != "no":
         stay = torch.zeros_like(going) if moved == "nobody is left" else luck < 0.6
         own = torch.arange(IMAGES * SLOTS, device=DEVICE, dtype=torch.int32)
-        place, cells, offsets, index = compact.reference(stay, own)
+        place, cells, offsets, index = pack_index.reference(stay, own)
         going, where, rows = stay & (luck < 0.5), (cells, place), offsets[-1:]
         live = int(rows)
         if moved == "now":
@@ -75,7 +75,7 @@ def test_the_kernel(tile: norm_linear.Tile, moved: str, shifted: bool, dtype: to
     seen = found[2].clone()
     seen[stop:] = 0.0
     assert not seen.isnan().any()
-    want = gate.reference(seen, knows, *where)
+    want = halting_gate.reference(seen, knows, *where)
     assert_near(found[3], want.score, 1e-6)
     assert_near(found[4], want.spent, 1e-6)
     assert torch.equal(found[5], want.going)
@@ -98,10 +98,10 @@ def test_nan_goes_on_and_the_level_is_enough() -> None:
     going = torch.ones(IMAGES, SLOTS, dtype=torch.bool, device=DEVICE)
     spent = torch.zeros(IMAGES, SLOTS, device=DEVICE)
     sure = (torch.zeros((), device=DEVICE), torch.full((), 40.0, device=DEVICE))  # h is 1
-    knows = gate.Gate(*sure, None, 1.0, PREFIX, spent, going)
+    knows = halting_gate.Gate(*sure, None, 1.0, PREFIX, spent, going)
     tile = norm_linear.Tile(16, 16, 4)
     made = norm_linear.run(x, *given["affine"], 1e-6, given["w"], given["b"], None, None, PROBE, True, tile, 0, knows)
-    want = gate.reference(made[2], knows)
+    want = halting_gate.reference(made[2], knows)
     assert torch.equal(made[5], want.going)
     left = torch.arange(SLOTS, device=DEVICE).expand(IMAGES, -1) < PREFIX
     left.flatten()[7] = True  # what is no number is not enough
@@ -220,7 +220,7 @@ def test_budgets_shift_it(gated: list[int]) -> None:
     turn = Turn(model.policy, shift=torch.tensor([1.5, -2.0], device=DEVICE))
     outputs = []
     for layout, use in (("masked", False), ("packed", True)):
-        kernels.on_cpu = use
+        launch.on_cpu = use
         with torch.inference_mode():
             outputs.append(model._run(model._choose(layout, images.device), images, turn=turn))
     assert_same(outputs[1], outputs[0])
@@ -251,7 +251,7 @@ def test_a_limit_may_make_others_leave(gated: list[int]) -> None:
     model, images = model_of({}), images_of()
     outputs = []
     for layout, use in (("masked", False), ("packed", True)):
-        kernels.on_cpu = use
+        launch.on_cpu = use
         with torch.inference_mode():
             outputs.append(model(images, layout=layout, max_macs="-30%"))
     assert_same(*outputs)
@@ -306,19 +306,19 @@ def test_a_count_that_is_older_than_a_drop_is_not_believed() -> None:
 
 def test_constants_are_kept_but_for_those_that_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(compact, "_kept", {})
+    monkeypatch.setattr(pack_index, "_kept", {})
     like = torch.zeros(2)
     with FakeTensorMode():
-        assert compact.steps(torch.zeros(2), 30, 7).shape == (5,)
-    assert not compact._kept
-    traced: Any = torch.compile(lambda x: compact.steps(x, 30, 7) + 1, backend="eager", fullgraph=True)
+        assert pack_index.steps(torch.zeros(2), 30, 7).shape == (5,)
+    assert not pack_index._kept
+    traced: Any = torch.compile(lambda x: pack_index.steps(x, 30, 7) + 1, backend="eager", fullgraph=True)
     assert traced(like).tolist() == [1, 8, 15, 22, 29]
-    assert not compact._kept
-    made = compact.steps(like, 30, 7)
+    assert not pack_index._kept
+    made = pack_index.steps(like, 30, 7)
     assert made.tolist() == [0, 7, 14, 21, 28]
-    assert compact.steps(like, 30, 7) is made
+    assert pack_index.steps(like, 30, 7) is made
     with torch.inference_mode():
-        assert not compact.steps(like, 12, 3).is_inference()
-    monkeypatch.setattr(compact, "KEPT", 2)
-    assert compact.steps(like, 4, 1).tolist() == [0, 1, 2, 3]
-    assert len(compact._kept) == 2
+        assert not pack_index.steps(like, 12, 3).is_inference()
+    monkeypatch.setattr(pack_index, "KEPT", 2)
+    assert pack_index.steps(like, 4, 1).tolist() == [0, 1, 2, 3]
+    assert len(pack_index._kept) == 2

@@ -10,10 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.ops import back, kernels, linear, looks, meet, merge, norm_linear, ragged, select, similar
+from adaptivit.kernels import (
+    launch,
+    linear,
+    merge,
+    merge_assign,
+    nearest_token,
+    norm_linear,
+    ragged_attention,
+    scores_and_keys,
+    topk,
+    unskip,
+)
 
 pytestmark = pytest.mark.skipif(
-    kernels.triton is None or kernels.INTERPRETED, reason="Triton is not there, or interprets its kernels"
+    launch.triton is None or launch.INTERPRETED, reason="Triton is not there, or interprets its kernels"
 )
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each program for itself
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -31,7 +42,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     aligned = [name for name in types if name.endswith(("_pointer", "_stride"))]  # as they are in a pass
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, places, attributes)
-    return kernels.triton.compile(source, target=target, options=options or None)
+    return launch.triton.compile(source, target=target, options=options or None)
 
 
 def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
@@ -111,7 +122,7 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: i
     types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
     types |= {f"{name}_pointer": "*fp32" for name in ("gate", "moments")}
     constants = {"D": 384, "WIDE": 512, "TM": 4, "GATED": True, "COUNTED": True, "MEASURED": True}
-    shared_memory(back._back_kernel, types, constants)
+    shared_memory(unskip._back_kernel, types, constants)
 
 
 @pytest.mark.parametrize(("images", "width"), [(32, 64), (256, 64), (32, 80), (32, 256)])
@@ -123,12 +134,12 @@ def test_patches_that_fold(ranked: bool, images: int, width: int) -> None:
     types |= {"left_pointer": "*i32"}
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
     types |= {"power": "fp32", "value": "fp32"}
-    wide = kernels.power_of_two(width)
-    tile = meet.tile_for(256, images, wide)
+    wide = launch.power_of_two(width)
+    tile = merge_assign.tile_for(256, images, wide)
     constants = {"d": width, "WIDE": wide, "ALL": 256, "RANKED": ranked, "SUMS": True, "SAYS": True}
     constants |= {"TM": tile.m, "TN": tile.n, "PART": tile.part}
     constants |= dict.fromkeys(("WORTH", "LIKENESS", "POWER_HALF", "VALUE_HALF"), ranked)
-    assert shared_memory(meet._meet_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
+    assert shared_memory(merge_assign._meet_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
 
 
 @pytest.mark.parametrize("weighted", [0, 1, 2])
@@ -137,25 +148,25 @@ def test_what_folding_looks_at(weighted: int) -> None:
     types |= {"cells_pointer": "*i32", "offsets_pointer": "*i32", "row_pointer": "*fp32", "units_pointer": "*fp16"}
     types |= dict.fromkeys(("batch", "slots", "row_stride", "head_stride"), "i32") | {"scale": "fp32"}
     constants = {"HEADS": 6, "d": 64, "WIDE": 64, "LONGEST": 256, "CHUNK": 32, "TM": 32, "WEIGHTED": weighted}
-    shared_memory(looks._looks_kernel, types, constants, num_warps=8)
+    shared_memory(scores_and_keys._looks_kernel, types, constants, num_warps=8)
 
 
-@pytest.mark.parametrize("what", [similar.NEAREST, similar.MATCH])
+@pytest.mark.parametrize("what", [nearest_token.NEAREST, nearest_token.MATCH])
 def test_who_is_most_alike(what: int) -> None:
     names = ("slots", "tiles", "least", "n", "m", "one_image", "one_stride", "two_image", "two_stride")
     types = dict.fromkeys(names, "i32") | {"units_pointer": "*fp16", "value_pointer": "*fp32", "slot_pointer": "*i64"}
     types |= {"offsets_pointer": "*i32", "one_pointer": "*i32", "two_pointer": "*i32"}
     types |= {"among_pointer": "*u8", "here_pointer": "*u8"}
-    for broad, stages in (similar.MANY, similar.FEW):
+    for broad, stages in (nearest_token.MANY, nearest_token.FEW):
         constants = {
             "d": 64,
             "WIDE": 64,
-            "TM": similar.TALL,
+            "TM": nearest_token.TALL,
             "TN": broad,
             "WHAT": what,
-            "RAGGED": what == similar.NEAREST,
+            "RAGGED": what == nearest_token.NEAREST,
         }
-        shared_memory(similar._closest_kernel, types, constants, num_warps=similar.WARPS, num_stages=stages)
+        shared_memory(nearest_token._closest_kernel, types, constants, num_warps=nearest_token.WARPS, num_stages=stages)
 
 
 @pytest.mark.parametrize("weighted", [0, 1, 2])
@@ -163,12 +174,12 @@ def test_who_is_most_alike(what: int) -> None:
     ("longest", "images", "typical"), [(197, 256, 197), (197, 32, 197), (197, 32, 118), (577, 64, 577)]
 )
 def test_attention(longest: int, images: int, typical: int, weighted: int) -> None:
-    tm, tn, warps, stages = ragged.tile_for(longest, 64, torch.bfloat16, images, typical, weighted > 0)
+    tm, tn, warps, stages = ragged_attention.tile_for(longest, 64, torch.bfloat16, images, typical, weighted > 0)
     rows = dict.fromkeys(("q_pointer", "k_pointer", "v_pointer", "out_pointer"), "*bf16")
     types = rows | {"weight_pointer": ("*bf16", "*u8", "*fp32")[weighted], "offsets_pointer": "*i32"}
     types |= {"row_stride": "i32", "head_stride": "i32", "scale": "fp32"}
     constants = {"HEADS": 6, "d": 64, "WIDE": 64, "TM": tm, "TN": tn, "WEIGHTED": weighted, "PRECISION": "tf32"}
-    made = compiled(ragged._attend_kernel, types, constants, num_warps=warps, num_stages=stages)
+    made = compiled(ragged_attention._attend_kernel, types, constants, num_warps=warps, num_stages=stages)
     assert 2 * (made.metadata.shared + RESERVED) <= SHARED
     assert "cp.async.cg.shared.global" in made.asm["ptx"], "loads are not under way while others are used"
 
@@ -176,4 +187,4 @@ def test_attention(longest: int, images: int, typical: int, weighted: int) -> No
 def test_the_best() -> None:
     types = {"score_pointer": "*fp32", "among_pointer": "*u8", "out_pointer": "*u8"}
     types |= dict.fromkeys(("score_stride", "among_stride", "slots", "count"), "i32")
-    shared_memory(select._top_kernel, types, {"TM": 16, "TN": 256, "REST": True})
+    shared_memory(topk._top_kernel, types, {"TM": 16, "TN": 256, "REST": True})

@@ -15,7 +15,17 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from adaptivit import backbone, fused
-from adaptivit.ops import attention, compact, evidence, kernels, linear, norm, norm_linear, patches, ragged
+from adaptivit.kernels import (
+    attention,
+    attention_scores,
+    launch,
+    linear,
+    norm,
+    norm_linear,
+    pack_index,
+    patch_embed,
+    ragged_attention,
+)
 
 # what numpy says in the interpreter of rows that hold NaN on purpose
 pytestmark = [
@@ -41,7 +51,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return made
 
-    monkeypatch.setattr(kernels, "on_cpu", True)
+    monkeypatch.setattr(launch, "on_cpu", True)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
@@ -284,8 +294,8 @@ def check_attend(
     lengths: list[int], width: int, weights: str, dtype: torch.dtype, longest: int | None = None, heads: int = 2
 ) -> None:
     q, k, v, offsets, weight = packed(lengths, heads, width, weights, dtype)
-    found = ragged.attend(q, k, v, offsets, longest or max(1, *lengths), weight)
-    expected = ragged.reference(*double(q, k, v), offsets, weight)
+    found = ragged_attention.attend(q, k, v, offsets, longest or max(1, *lengths), weight)
+    expected = ragged_attention.reference(*double(q, k, v), offsets, weight)
     assert found.dtype == dtype
     live = sum(lengths)
     assert_near(found[:live], expected[:live], TOLERANCE[dtype])
@@ -321,11 +331,11 @@ def test_attend_with_any_tile(tile: tuple[int, ...], weights: str) -> None:
     q, k, v, offsets, weight = packed(lengths, 2, 16, weights, torch.float32)
     live = sum(lengths)
     for times in (1.0, 40.0, -40.0):
-        given = kernels.alike(times * q, k, v)
-        found = ragged.run(*given, offsets, 49, kernels.log2_weight(weight), tile)
-        expected = ragged.reference(*double(times * q, k, v), offsets, weight)
+        given = launch.alike(times * q, k, v)
+        found = ragged_attention.run(*given, offsets, 49, launch.log2_weight(weight), tile)
+        expected = ragged_attention.reference(*double(times * q, k, v), offsets, weight)
         assert_near(found[:live], expected[:live], 1e-5 * max(1.0, abs(times) / 4))
-    far = ragged.run(*kernels.alike(q, k + 1e4, v), offsets, 49, kernels.log2_weight(weight), tile)
+    far = ragged_attention.run(*launch.alike(q, k + 1e4, v), offsets, 49, launch.log2_weight(weight), tile)
     assert far[:live].isfinite().all()
 
 
@@ -346,8 +356,8 @@ def test_images_do_not_see_each_other(weights: str, look: str) -> None:
     def answer(*qkvw: Any) -> Tensor:
         *rows, weight = qkvw
         if look == "attend":
-            return ragged.attend(*rows, offsets, 35, weight)
-        return getattr(evidence, look)(*rows[:2], offsets, 35, weight)
+            return ragged_attention.attend(*rows, offsets, 35, weight)
+        return getattr(attention_scores, look)(*rows[:2], offsets, 35, weight)
 
     before = answer(q, k, v, weight)
     for image, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
@@ -362,14 +372,14 @@ def test_images_do_not_see_each_other(weights: str, look: str) -> None:
 
 def test_weights_as_the_kernels_read_them() -> None:
     there, sizes, anything = torch.tensor([True, False]), torch.tensor([1.0, 0.0, 8.0]), noise(3)
-    assert kernels.log2_weight(None) is None
-    assert kernels.log2_weight(there) is there  # torch.compile knows no other view of it
-    assert torch.equal(kernels.log2_weight(sizes), torch.tensor([0.0, -float("inf"), 3.0]))  # type: ignore[arg-type]
-    assert [kernels.weight_kind(w) for w in (None, there, sizes)] == [0, 1, 2]
-    assert kernels.as_pointer(None, anything) is anything
-    assert kernels.as_pointer(sizes, anything) is sizes
-    assert kernels.as_pointer(there, anything).tolist() == [1, 0]
-    assert kernels.as_pointer(there, anything).dtype == torch.uint8
+    assert launch.log2_weight(None) is None
+    assert launch.log2_weight(there) is there  # torch.compile knows no other view of it
+    assert torch.equal(launch.log2_weight(sizes), torch.tensor([0.0, -float("inf"), 3.0]))  # type: ignore[arg-type]
+    assert [launch.weight_kind(w) for w in (None, there, sizes)] == [0, 1, 2]
+    assert launch.as_pointer(None, anything) is anything
+    assert launch.as_pointer(sizes, anything) is sizes
+    assert launch.as_pointer(there, anything).tolist() == [1, 0]
+    assert launch.as_pointer(there, anything).dtype == torch.uint8
 
 
 # -- evidence -------------------------------------------------------------------------------------------------------
@@ -388,11 +398,11 @@ def literal_evidence(q: Tensor, k: Tensor, offsets: Tensor, weight: Tensor | Non
 def check_evidence(lengths: list[int], width: int, weights: str, dtype: torch.dtype, heads: int = 2) -> None:
     q, k, _, offsets, weight = packed(lengths, heads, width, weights, dtype)
     live = sum(lengths)
-    for look, queries in ((evidence.class_row, "class"), (evidence.received, "all")):
+    for look, queries in ((attention_scores.class_row, "class"), (attention_scores.received, "all")):
         found = look(q, k, offsets, max(1, *lengths), weight)
         assert found.dtype == torch.float32
         assert_near(found[:live], literal_evidence(q, k, offsets, weight, queries)[:live], 1e-5)
-        assert_near(found[:live], evidence.reference(*double(q, k), offsets, weight, queries)[:live], 1e-5)
+        assert_near(found[:live], attention_scores.reference(*double(q, k), offsets, weight, queries)[:live], 1e-5)
 
 
 @here
@@ -434,7 +444,7 @@ def staying(kind: str, batch: int, slots: int, seed: int = 0) -> Tensor:
 def test_order(size: tuple[int, int], kind: str) -> None:
     stay = staying(kind, *size)
     first = torch.arange(stay.numel(), dtype=torch.int32, device=DEVICE)
-    place, cells, offsets, index = compact.order(stay, first)
+    place, cells, offsets, index = pack_index.order(stay, first)
     live = int(stay.sum())
     assert torch.equal(cells[:live].long(), stay.flatten().nonzero()[:, 0])
     assert torch.equal(place[cells[:live].long()].long(), torch.arange(live, device=DEVICE))
@@ -443,7 +453,7 @@ def test_order(size: tuple[int, int], kind: str) -> None:
     assert torch.equal(offsets.diff().long(), stay.sum(1))
     assert int(offsets[0]) == 0
     assert torch.equal(index, cells)
-    for found, expected in zip((place, cells, offsets, index), compact.reference(stay, first), strict=True):
+    for found, expected in zip((place, cells, offsets, index), pack_index.reference(stay, first), strict=True):
         assert torch.equal(found, expected)
         assert found.dtype == torch.int32
 
@@ -456,8 +466,8 @@ def test_order_twice(size: tuple[int, int]) -> None:
     stay, rows, place = torch.ones(size, dtype=torch.bool, device=DEVICE), first, first
     for seed in (1, 2):
         stay = stay & staying("most", *size, seed=seed)
-        order = compact.order(stay, place)
-        for found, expected in zip(order, compact.reference(stay, place), strict=True):
+        order = pack_index.order(stay, place)
+        for found, expected in zip(order, pack_index.reference(stay, place), strict=True):
             assert torch.equal(found, expected)
         place, cells, offsets, index = order
         rows = rows[index.long()]
@@ -474,31 +484,33 @@ def test_masks_stacked(number: int, size: tuple[int, int]) -> None:
     ]
     masks[-1] = masks[-1].T.contiguous().T  # not as it lies in memory
     given = [*masks, masks[0]]  # one of them twice
-    assert torch.equal(compact.stacked(given), torch.stack(given))
+    assert torch.equal(pack_index.stacked(given), torch.stack(given))
 
 
 @here
 def test_constants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made once where kernels read them; not while something is traced, nor where a gradient may be wanted."""
-    monkeypatch.setattr(compact, "_kept", {})
+    monkeypatch.setattr(pack_index, "_kept", {})
     x = noise(2, 3)
     with torch.inference_mode():
-        one, zero = (compact.filled(x, (2, 3), value, dtype) for value, dtype in ((True, torch.bool), (0.0, x.dtype)))
+        one, zero = (
+            pack_index.filled(x, (2, 3), value, dtype) for value, dtype in ((True, torch.bool), (0.0, x.dtype))
+        )
         assert torch.equal(one, torch.ones(2, 3, dtype=torch.bool, device=DEVICE))
         assert torch.equal(zero, torch.zeros(2, 3, device=DEVICE))
-        assert compact.filled(x, (2, 3), True, torch.bool) is one
-        assert compact.filled(x, (3, 2), True, torch.bool).shape == (3, 2)
-        assert compact.steps(x, 6, 1) is compact.steps(x, 6, 1)
+        assert pack_index.filled(x, (2, 3), True, torch.bool) is one
+        assert pack_index.filled(x, (3, 2), True, torch.bool).shape == (3, 2)
+        assert pack_index.steps(x, 6, 1) is pack_index.steps(x, 6, 1)
         assert not one.is_inference()
-        fake = torch.compile(lambda t: compact.filled(t, (4, 5), 2.0, torch.float32) + t, backend="eager")
+        fake = torch.compile(lambda t: pack_index.filled(t, (4, 5), 2.0, torch.float32) + t, backend="eager")
         assert torch.equal(fake(torch.zeros(4, 5, device=DEVICE)), torch.full((4, 5), 2.0, device=DEVICE))
-        assert (x.device, 4, 5, 2.0, torch.float32) not in compact._kept
-    assert compact.filled(x, (2, 3), True, torch.bool) is not one
+        assert (x.device, 4, 5, 2.0, torch.float32) not in pack_index._kept
+    assert pack_index.filled(x, (2, 3), True, torch.bool) is not one
 
 
 def test_the_sizes_take_both_branches() -> None:
     def counted(batch: int, slots: int) -> bool:
-        return kernels.power_of_two(slots) * kernels.power_of_two(batch, 1) > 16384
+        return launch.power_of_two(slots) * launch.power_of_two(batch, 1) > 16384
 
     assert [counted(*size) for size in SIZES.values()] == [False, False, True, True]
 
@@ -543,8 +555,8 @@ def test_patches_of_a_large_batch() -> None:
 def test_patches_of_oblong_form() -> None:
     images, weight = noise(2, 3, 16, 24), noise(24, 3 * 4 * 8, seed=1)
     position, lead = noise(12, 24, seed=2), noise(0, 24)
-    found = patches.patches(images, weight, None, position, lead, 4, 8)
-    assert_near(found, patches.reference(*double(images, weight, None, position, lead), (4, 8)), 3e-6)
+    found = patch_embed.patches(images, weight, None, position, lead, 4, 8)
+    assert_near(found, patch_embed.reference(*double(images, weight, None, position, lead), (4, 8)), 3e-6)
 
 
 @here
@@ -572,13 +584,13 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 500, 24))
     for weights in ("none", "bool", "sizes"):
         q, k, v, offsets, given = packed([3, 2], 1, 16, weights, torch.float32)
-        rows, seen = [t[:5] for t in (q, k, v)], kernels.log2_weight(None if given is None else given[:5])
-        check(ragged._attend, (*rows, offsets, 3, seen, 3))
-        for op in (evidence._class_row, evidence._received):
+        rows, seen = [t[:5] for t in (q, k, v)], launch.log2_weight(None if given is None else given[:5])
+        check(ragged_attention._attend, (*rows, offsets, 3, seen, 3))
+        for op in (attention_scores._class_row, attention_scores._received):
             check(op, (*rows[:2], offsets, 3, seen))
-    check(compact._order, (staying("some", 2, 3), torch.arange(6, dtype=torch.int32, device=DEVICE), None))
+    check(pack_index._order, (staying("some", 2, 3), torch.arange(6, dtype=torch.int32, device=DEVICE), None))
     images, kernel = noise(1, 3, 8, 8), noise(16, 48)
-    check(patches.patches, (images, kernel, None, noise(4, 16), noise(1, 16), 4, 4))
+    check(patch_embed.patches, (images, kernel, None, noise(4, 16), noise(1, 16), 4, 4))
 
 
 @here
@@ -587,7 +599,11 @@ def test_queries_and_keys_that_are_no_views_of_qkv() -> None:
     q, k, v = noise(9, 3, 2, 16).unbind(1)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
     for one, two in ((q.contiguous(), k.contiguous()), (q.contiguous(), k), (q.double(), k)):
-        assert_near(ragged.attend(one, two, v, offsets, 5), ragged.reference(*double(q, k, v), offsets), 3e-6)
-        for queries, look in (("class", evidence.class_row), ("all", evidence.received)):
-            want = evidence.reference(*double(q, k), offsets, None, queries)
+        assert_near(
+            ragged_attention.attend(one, two, v, offsets, 5),
+            ragged_attention.reference(*double(q, k, v), offsets),
+            3e-6,
+        )
+        for queries, look in (("class", attention_scores.class_row), ("all", attention_scores.received)):
+            want = attention_scores.reference(*double(q, k), offsets, None, queries)
             assert_near(look(one, two, offsets, 5), want, 3e-6)

@@ -13,10 +13,10 @@ from test_similar_kernels import CLOSE, KINDS, NOBODY, Rows, dtypes, pytestmark,
 from torch import Tensor
 
 from adaptivit.errors import UserError
-from adaptivit.layouts import device
+from adaptivit.kernels import attention_scores, launch, merge, merge_assign, nearest_token, scores_and_keys, topk
+from adaptivit.kernels.merge_score import Worth
+from adaptivit.layouts import triton as device
 from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
-from adaptivit.ops import evidence, kernels, looks, meet, merge, select, similar
-from adaptivit.ops.worth import Worth
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -52,7 +52,7 @@ def check(
     into, scale, after, left = alike(rows).folding(
         patches, size, say if says else None, leaving=given, score=score, count=count
     )
-    assert (left is None) == (not meet.usable(torch.device(DEVICE)))
+    assert (left is None) == (not merge_assign.usable(torch.device(DEVICE)))
     assert left is None or left[0] is rows.here
     assert left is None or torch.equal(
         left[1], (rows.here & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
@@ -98,7 +98,7 @@ def test_odd_scores_are_ranked(slots: int) -> None:
     score = few[torch.randint(len(few), (3, slots), generator=random())].to(DEVICE)
     score[1] = float("nan")
     for count in (0, 1, slots // 2, slots):
-        check(rows, patches, select.reference(score, patches, count, rest=True), True, score, count)
+        check(rows, patches, topk.reference(score, patches, count, rest=True), True, score, count)
 
 
 @here
@@ -111,7 +111,7 @@ def test_by_rank(kind: str) -> None:
     score = torch.rand(4, 70, generator=random()).mul(12).round().to(DEVICE)
     score[:, 5::11] = float("nan")
     for count in (0, 1, 20, 69, 100):
-        check(rows, patches, select.reference(score, patches, count, rest=True), True, score, count)
+        check(rows, patches, topk.reference(score, patches, count, rest=True), True, score, count)
 
 
 @here
@@ -127,13 +127,13 @@ def test_what_folding_looks_at(weights: str, width: int, dtype: torch.dtype) -> 
     size = 1 + 9 * torch.rand(len(q), generator=random()).to(DEVICE)
     live = int(rows.offsets[-1])
     size[live:] = float("nan")
-    weight = {"none": None, "bool": size > 3, "sizes": size, "logarithms": kernels.Log2(size.log2())}[weights]
-    plain = size if isinstance(weight, kernels.Log2) else weight
-    row, units = looks.looks(q, rows.k, rows.index, rows.offsets, 70, weight, 70)
-    apart = evidence.class_row(*kernels.alike(q, rows.k), rows.offsets, 70, plain)
+    weight = {"none": None, "bool": size > 3, "sizes": size, "logarithms": launch.Log2(size.log2())}[weights]
+    plain = size if isinstance(weight, launch.Log2) else weight
+    row, units = scores_and_keys.looks(q, rows.k, rows.index, rows.offsets, 70, weight, 70)
+    apart = attention_scores.class_row(*launch.alike(q, rows.k), rows.offsets, 70, plain)
     assert torch.equal(row[:live], apart[:live])
     assert torch.equal(units[rows.cells], rows.units[rows.cells])
-    exact = evidence.reference(q, rows.k, rows.offsets, plain, "class")
+    exact = attention_scores.reference(q, rows.k, rows.offsets, plain, "class")
     assert (row[:live] - exact[:live]).abs().max() <= (2e-6 if dtype == torch.float32 else 2e-3)
 
 
@@ -185,7 +185,7 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
     for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
         into, scale, _, left = alike(rows).folding(patches, size, say, leaving=leaving, score=ranked, count=10)
         assert left is None
-        gone = select.reference(score, patches, 10, rest=True) if leaving is None else leaving
+        gone = topk.reference(score, patches, 10, rest=True) if leaving is None else leaving
         check_into(rows, gone, patches, into)
         (found,) = torch.autograd.grad(scale.square().sum(), say)
         exact = merge.reference_join(into, size, rows.here, say)[0]
@@ -197,17 +197,19 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
 def test_the_operation_says_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     there, numbers_ = torch.ones(2, 5, dtype=torch.bool, device=DEVICE), numbers(2, 5)
-    units = similar.units(numbers(10, 2, 16), torch.arange(5, device=DEVICE).expand(2, 5), None, 2, 5)
+    units = nearest_token.units(numbers(10, 2, 16), torch.arange(5, device=DEVICE).expand(2, 5), None, 2, 5)
     for more in (
         (there, None, 0, None, None),
         (there, None, 0, numbers_, None),
         (None, numbers_, 2, numbers_, numbers_),
         (None, numbers_, 2, numbers_, None, numbers_, 0.3, 0.7),
     ):
-        torch.library.opcheck(meet._meet, (units, there, there, *more), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            merge_assign._meet, (units, there, there, *more), test_utils=("test_schema", "test_faketensor")
+        )
     rows = Rows(tokens("ragged", 70), 3, 32, torch.float32, "ragged")
     given = (rows.k.contiguous(), rows.k.contiguous(), rows.index, rows.offsets, 70, None, 70)
-    torch.library.opcheck(looks._looks, given, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(scores_and_keys._looks, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @here
@@ -222,7 +224,7 @@ def test_folding_looks_once_a_block(case: str, monkeypatch: pytest.MonkeyPatch) 
         return both(*args)
 
     monkeypatch.setattr(device, "looks", counted)
-    monkeypatch.setattr(kernels, "on_cpu", True)
+    monkeypatch.setattr(launch, "on_cpu", True)
     model = make(case)
     run(model, images_of(), "packed", True)
     asked = [model.policy.evidence(layer, frozenset()) for layer in range(len(model.vit.blocks))]
@@ -242,9 +244,9 @@ def test_nonsense_is_said() -> None:
 
 @torch.inference_mode()
 def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meet, "usable", lambda device: False)
-    monkeypatch.setattr(similar, "usable", lambda device: False)
+    monkeypatch.setattr(merge_assign, "usable", lambda device: False)
+    monkeypatch.setattr(nearest_token, "usable", lambda device: False)
     rows = Rows(tokens("ragged", 31), 2, 32, torch.float32, "ragged")
     score = numbers(4, 31)
-    check(rows, rows.here, select.reference(score, rows.here, 5, rest=True), True, score, 5)
+    check(rows, rows.here, topk.reference(score, rows.here, 5, rest=True), True, score, 5)
     check(rows, rows.here, some(4, 31), False)

@@ -11,7 +11,7 @@ from test_kernels import _poison as _poison
 from test_kernels import assert_near, count, noise, staying
 from torch import Tensor
 
-from adaptivit.ops import back, compact, kernels, merge, norm_folded, select
+from adaptivit.kernels import launch, merge, norm_folded, pack_index, topk, unskip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -49,13 +49,13 @@ def test_top(batch: int, slots: int) -> None:
     for score in (plain, ties, odd, odd.half()) if small else (odd,):
         for among in (few, torch.ones_like(few), torch.zeros_like(few)) if small else (few,):
             for wanted in sorted({0, 1, slots // 3, slots} if small else {300}):
-                chosen = select.top(score, among, wanted)
+                chosen = topk.top(score, among, wanted)
                 assert chosen.dtype == torch.bool
                 assert torch.equal(chosen, literal_top(score, among, wanted))
-                assert torch.equal(chosen, select.reference(score, among, wanted))
+                assert torch.equal(chosen, topk.reference(score, among, wanted))
                 rest = among & ~chosen
-                assert torch.equal(select.top(score, among, wanted, rest=True), rest)
-                assert torch.equal(select.reference(score, among, wanted, rest=True), rest)
+                assert torch.equal(topk.top(score, among, wanted, rest=True), rest)
+                assert torch.equal(topk.reference(score, among, wanted, rest=True), rest)
                 assert torch.equal(chosen.sum(-1), among.sum(-1).clamp_max(wanted))
 
 
@@ -64,9 +64,9 @@ def test_top_of_strided_scores() -> None:
     """As DynamicViT has them: every second number of its log-probabilities, with a gradient in training."""
     log_p, among = noise(3, 17, 2).requires_grad_(), staying("some", 3, 17)
     for score in (log_p[..., 0], log_p[..., 0].detach().double(), log_p[:, :1, 0].expand(3, 17)):
-        assert torch.equal(select.top(score, among, 5), literal_top(score, among, 5))
+        assert torch.equal(topk.top(score, among, 5), literal_top(score, among, 5))
     wide = staying("most", 3, 40)
-    assert torch.equal(select.top(log_p[..., 1], wide[:, 3:20], 5), literal_top(log_p[..., 1], wide[:, 3:20], 5))
+    assert torch.equal(topk.top(log_p[..., 1], wide[:, 3:20], 5), literal_top(log_p[..., 1], wide[:, 3:20], 5))
 
 
 # -- equal order ---------------------------------------------------------------------------------------------
@@ -80,8 +80,8 @@ def equally(batch: int, slots: int, kept: int, seed: int) -> Tensor:
 def test_order_of_equally_many(batch: int, slots: int, kept: int) -> None:
     first = torch.arange(batch * slots, dtype=torch.int32, device=DEVICE)
     stay = equally(batch, slots, kept, 1)
-    found, known = compact.order(stay, first, kept), compact.reference(stay, first, kept)
-    whole = compact.order(stay, first)  # and as without a count, less the room
+    found, known = pack_index.order(stay, first, kept), pack_index.reference(stay, first, kept)
+    whole = pack_index.order(stay, first)  # and as without a count, less the room
     for one, two, three in zip(found, known, whole, strict=True):
         assert one.dtype == torch.int32
         assert torch.equal(one, two)
@@ -90,7 +90,7 @@ def test_order_of_equally_many(batch: int, slots: int, kept: int) -> None:
     if kept > 1:
         fewer = stay & (torch.arange(slots, device=DEVICE) != stay.long().argmax(-1)[:, None])
         for one, two in zip(
-            compact.order(fewer, found[0], kept - 1), compact.reference(fewer, found[0], kept - 1), strict=True
+            pack_index.order(fewer, found[0], kept - 1), pack_index.reference(fewer, found[0], kept - 1), strict=True
         ):
             assert torch.equal(one, two)
 
@@ -142,7 +142,7 @@ def check_merge(
     live = equally(batch, slots, before, seed) if equal else staying("most", batch, slots, seed)
     into, scale = meeting(live, after if equal else None, kind, seed + 1)
     number = int(live.sum())
-    place, cells, _, _ = compact.reference(live, torch.arange(live.numel(), dtype=torch.int32, device=DEVICE))
+    place, cells, _, _ = pack_index.reference(live, torch.arange(live.numel(), dtype=torch.int32, device=DEVICE))
     rows = noise(number + 5, width, seed=seed + 2, dtype=dtype, live=number)
     room = after if equal else None
     found, *nothing = merge.merge(rows, live, into, scale, place, room)
@@ -277,21 +277,21 @@ def test_back(width: int, dtype: torch.dtype) -> None:
         live = staying("most", batch, slots, 1)
         took_part = live & staying("some", batch, slots, 2)
         first = torch.arange(live.numel(), dtype=torch.int32, device=DEVICE)
-        _, cells, _, _ = compact.reference(live, first)
-        place, _, offsets, _ = compact.reference(took_part, first)
+        _, cells, _, _ = pack_index.reference(live, first)
+        place, _, offsets, _ = pack_index.reference(took_part, first)
         number = int(live.sum())
         rows = noise(live.numel() if counted else number, width, seed=3, dtype=dtype, live=number)
         moved = noise(live.numel(), width, seed=4, dtype=dtype, live=int(offsets[-1]))
         cells = cells[: len(rows)]
         for gate in (None, noise(batch, slots, seed=5), noise(slots, batch, seed=5).T):
-            found = back.back(rows, cells, moved, place, gate, count(number) if counted else None)
+            found = unskip.back(rows, cells, moved, place, gate, count(number) if counted else None)
             assert found.dtype == dtype
             wide = None if gate is None else gate.double()
-            expected = back.reference(rows.double(), cells, moved.double(), place, wide, count(number))
+            expected = unskip.reference(rows.double(), cells, moved.double(), place, wide, count(number))
             assert_near(found[:number], expected[:number], ROUNDING[dtype])
             if gate is None:
                 assert torch.equal(found[:number].double(), expected[:number])
-            again, moments = back.back_measured(rows, cells, moved, place, gate, count(number) if counted else None)
+            again, moments = unskip.back_measured(rows, cells, moved, place, gate, count(number) if counted else None)
             assert torch.equal(again[:number], found[:number])
             check_moments(moments, again, number, width)
 
@@ -303,25 +303,25 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     live, first = torch.ones(2, 5, dtype=torch.bool, device=DEVICE), torch.arange(10, dtype=torch.int32, device=DEVICE)
     into, scale = meeting(live, 3, "plain", 1)
-    check(select._top, (noise(2, 5), live, 3, False))
-    check(compact._order, (equally(2, 5, 3, 1), first, 3))
+    check(topk._top, (noise(2, 5), live, 3, False))
+    check(pack_index._order, (equally(2, 5, 3, 1), first, 3))
     for measures in (False, True):
         check(merge._merge, (noise(10, 80), live, into, scale, first, 3, scale if measures else None, None, measures))
-        check(back._back, (noise(10, 16), first, noise(10, 16), first, None, None, measures))
+        check(unskip._back, (noise(10, 16), first, noise(10, 16), first, None, None, measures))
     check(merge._join, (into, scale, live, None))
     check(merge._join, (into, scale, live, scale))
     for gate in (None, noise(2, 5)):
-        check(back._back, (noise(10, 16), first, noise(10, 16), first, gate, None, False))
+        check(unskip._back, (noise(10, 16), first, noise(10, 16), first, gate, None, False))
 
 
 def test_without_kernels_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    if kernels.usable(torch.device(DEVICE)):
+    if launch.usable(torch.device(DEVICE)):
         pytest.skip("the kernels run")
     live, first = torch.ones(2, 5, dtype=torch.bool), torch.arange(10, dtype=torch.int32)
     into, scale = meeting(live, 3, "plain", 1)
     rows = noise(10, 16)
-    assert torch.equal(select.top(scale, live, 2), literal_top(scale, live, 2))
+    assert torch.equal(topk.top(scale, live, 2), literal_top(scale, live, 2))
     assert torch.equal(
         merge.merge(rows, live, into, scale, first)[0][0], merge.reference(rows, live, into, scale, first)[0]
     )

@@ -8,9 +8,9 @@ from interpreted import DEVICE, DTYPES, here, on_gpu
 from test_kernels import _poison  # noqa: F401  (applies to this file)
 from torch import Tensor
 
+from adaptivit.kernels import bipartite_match, merge_score, nearest_token
 from adaptivit.layouts import Masked
 from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
-from adaptivit.ops import pairs, similar, worth
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -63,7 +63,7 @@ class Rows:
         x = self.k[:live].double().mean(1)
         self.exact = torch.zeros(batch * slots, width, dtype=torch.float64, device=DEVICE)
         self.exact[self.cells] = x / x.norm(dim=-1, keepdim=True)
-        self.units = similar.units(self.k, self.index, self.offsets, batch, slots)
+        self.units = nearest_token.units(self.k, self.index, self.offsets, batch, slots)
 
     def cosine(self, image: int) -> Tensor:
         """[N, N]"""
@@ -106,7 +106,7 @@ def check(value: Tensor, slot: Tensor, cosine: Tensor, allowed: Tensor, asks: Te
 
 
 def check_nearest(rows: Rows, among: Tensor) -> None:
-    value, slot = similar.nearest(rows.units, rows.index, rows.offsets, among, rows.here)
+    value, slot = nearest_token.nearest(rows.units, rows.index, rows.offsets, among, rows.here)
     assert (value.dtype, slot.dtype) == (torch.float32, torch.int64)
     own = torch.eye(among.shape[1], dtype=torch.bool, device=DEVICE)
     for image, there in enumerate(rows.here):
@@ -133,9 +133,9 @@ def test_units(kind: str, width: int, dtype: torch.dtype) -> None:
 def test_a_key_of_length_zero() -> None:
     rows = Rows(tokens("whole", 5, 1), 2, 32, torch.float32, "whole")
     rows.k[2] = 0.0
-    units = similar.units(rows.k, rows.index, None, 1, 5)
+    units = nearest_token.units(rows.k, rows.index, None, 1, 5)
     assert (units[2] == 0).all()
-    value, _ = similar.nearest(units, rows.index, None, rows.here, rows.here)
+    value, _ = nearest_token.nearest(units, rows.index, None, rows.here, rows.here)
     assert value[0, 2] == 0.0
 
 
@@ -187,10 +187,10 @@ def test_of_equals_the_first() -> None:
     for i, key in enumerate(keys[:, 0]):
         key[8 * i : 8 * i + 16] = torch.tensor([1.0, -1.0, 1.0, 1.0]).repeat(4)
     rows.k[:] = keys.expand(3, 2, 32).repeat(50, 1, 1).to(DEVICE)
-    units = similar.units(rows.k, rows.index, None, 1, 150)
+    units = nearest_token.units(rows.k, rows.index, None, 1, 150)
     among = torch.ones_like(rows.here)
     among[:, :50] = False
-    _, slot = similar.nearest(units, rows.index, None, among, rows.here)
+    _, slot = nearest_token.nearest(units, rows.index, None, among, rows.here)
     expected = [51, 52, 50] * 50
     expected[50], expected[51], expected[52] = 53, 54, 55
     assert slot[0].tolist() == expected
@@ -200,8 +200,8 @@ def test_of_equals_the_first() -> None:
 def test_nan_is_like_nobody() -> None:
     rows = Rows(tokens("whole", 40, 1), 2, 32, torch.float32, "whole")
     rows.k[7] = float("nan")
-    units = similar.units(rows.k, rows.index, None, 1, 40)
-    value, slot = similar.nearest(units, rows.index, None, rows.here, rows.here)
+    units = nearest_token.units(rows.k, rows.index, None, 1, 40)
+    value, slot = nearest_token.nearest(units, rows.index, None, rows.here, rows.here)
     assert (float(value[0, 7]), int(slot[0, 7])) == (NOBODY, -1)
     others = torch.arange(40) != 7
     assert value[0, others].isfinite().all()
@@ -217,7 +217,7 @@ def test_match(n: int, width: int) -> None:
     order = torch.stack([torch.randperm(80, generator=random())[:n] for _ in range(3)]).to(DEVICE)
     a, b = order[:, ::2], order[:, 1::2]
     for least in (0, 1, 5, 80):
-        value, slot = similar.match(rows.units, a, b, 80, least)
+        value, slot = nearest_token.match(rows.units, a, b, 80, least)
         for image in range(3):
             one, two = a[image], b[image]
             column = torch.where(slot[image] < 0, -1, (slot[image][:, None] == two).long().argmax(-1))
@@ -244,7 +244,7 @@ def test_pairs(n: int, prefix: int) -> None:
     draw = torch.randint(b.shape[1], a.shape, generator=random()).to(DEVICE)
     for r in sorted({1, (n - prefix) // 4, (n - prefix) // 2} - {0}):
         given = (best, b.gather(1, draw), order, present, r, prefix)
-        for found, expected in zip(pairs.pairs(*given), pairs.reference(*given), strict=True):
+        for found, expected in zip(bipartite_match.pairs(*given), bipartite_match.reference(*given), strict=True):
             assert found.dtype == torch.int64
             assert torch.equal(found, expected)
 
@@ -258,7 +258,7 @@ def test_pairs_of_nan(prefix: int) -> None:
     best = torch.rand(3, 20, generator=random()).to(DEVICE)
     best[0], best[1], best[2, ::2] = float("nan"), NOBODY, float("nan")
     partner = torch.where(best > 0, order[:, 1::2], -1)
-    into, following = pairs.pairs(best, partner, order, present, 15, prefix)
+    into, following = bipartite_match.pairs(best, partner, order, present, 15, prefix)
     stays = into == torch.arange(40, device=DEVICE)
     assert stays[:, :prefix].all()
     for image in range(3):
@@ -274,7 +274,7 @@ def test_worth() -> None:
     for power, value in ((0.5, 0.5), (1.0, 0.0), (0.3, 2.0), (0.0, 1.0)):
         given = [seen, alike if power else None, size]
         exact = [t if t is None else t.double() for t in given]
-        found, expected = worth.worth(*given, power, value), worth.reference(*exact, power, value)  # type: ignore[arg-type]
+        found, expected = merge_score.worth(*given, power, value), merge_score.reference(*exact, power, value)  # type: ignore[arg-type]
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == torch.float32
             assert ((one - other).abs() <= 1e-6 * other.abs() + 1e-12).all()
@@ -300,7 +300,7 @@ def test_training_on_masked_takes_the_kernels_and_evaluation_does_not() -> None:
 
 def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs where there are no kernels (PackedOnDevice on a CPU)."""
-    monkeypatch.setattr(similar, "usable", lambda device: False)
+    monkeypatch.setattr(nearest_token, "usable", lambda device: False)
     for kind in KINDS:
         rows = Rows(tokens(kind, 31), 2, 32, torch.float32, kind)
         check_nearest(rows, some(4, 31))

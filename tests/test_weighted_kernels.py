@@ -16,8 +16,8 @@ import torch
 from interpreted import DEVICE, DTYPES, INTERPRETED, ON_GPU, elsewhere, here, on_gpu
 from torch import Tensor
 
-from adaptivit.ops import attention
-from adaptivit.ops import weighted_kernels as kernels
+from adaptivit.kernels import attention
+from adaptivit.kernels import weighted_attention as kernels
 
 # relative to the largest value
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -255,14 +255,14 @@ def test_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from adaptivit.ops import attention, weighted_kernels\n"
+        "from adaptivit.kernels import attention, weighted_kernels\n"
         "t = torch.randn(1, 1, 3, 8)\n"
         "assert not weighted_kernels.usable(t)\n"
         "assert attention.weighted(t, t, t, torch.ones(1, 3)).shape == t.shape\n"
         "import importlib, pkgutil\n"
-        "import adaptivit.ops\n"
-        "for module in pkgutil.iter_modules(adaptivit.ops.__path__):\n"
-        "    importlib.import_module(f'adaptivit.ops.{module.name}')\n"
+        "import adaptivit.kernels\n"
+        "for module in pkgutil.iter_modules(adaptivit.kernels.__path__):\n"
+        "    importlib.import_module(f'adaptivit.kernels.{module.name}')\n"
         "from adaptivit import policies\n"
         "for policy in policies.names():\n"
         "    if policy == 'replay':\n"

@@ -8,11 +8,11 @@ import torch
 
 from ..errors import unknown
 from .base import Layout, Plan
-from .device import Ending, GatheredOnDevice, PackedOnDevice
 from .gathered import Gathered
 from .masked import Masked
 from .packed import Packed
 from .similarity import Match, Similarity
+from .triton import Ending, GatheredOnDevice, PackedOnDevice
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "packed": Packed, "gathered": Gathered}
 

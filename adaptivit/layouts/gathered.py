@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..ops import attention, evidence, ragged
-from ..ops.kernels import run_on
+from ..kernels import attention, attention_scores, ragged_attention
+from ..kernels.launch import run_on
 from .base import Layout, same_count, take, widened
 from .similarity import Cosines, Match, Similarity, SimilarityOnDevice, mean_key
 
@@ -95,7 +95,7 @@ class Gathered(Layout):
         if run_on(q):
             flat = None if weight is None else weight.flatten()
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-            out = ragged.attend(q, k, v, self._offsets(), self.places.shape[1], flat)
+            out = ragged_attention.attend(q, k, v, self._offsets(), self.places.shape[1], flat)
             return out.unflatten(0, self.places.shape)
         bias = None if weight is None else weight.log().to(q.dtype)[:, None, None, :]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -133,7 +133,10 @@ class Gathered(Layout):
         if not self.places.shape[1]:
             return self.here.float()
         if run_on(q):
-            look, weight = evidence.class_row if queries == "class" else evidence.received, self._row_weight()
+            look, weight = (
+                attention_scores.class_row if queries == "class" else attention_scores.received,
+                self._row_weight(),
+            )
             flat = None if weight is None else weight.flatten()
             row = look(q.flatten(0, 1), k.flatten(0, 1), self._offsets(), self.places.shape[1], flat)
             row = self.grid(row.view(self.places.shape))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..ops import attention
-from ..ops.kernels import run_on
+from ..kernels import attention
+from ..kernels.launch import run_on
 from .base import Layout, widened
 from .similarity import Cosines, Similarity, SimilarityOnDevice, mean_key
 

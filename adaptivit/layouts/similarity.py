@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UserError
-from ..ops import meet, similar
-from ..ops.meet import Met
-from ..ops.merge import join
-from ..ops.select import top
-from ..ops.worth import Worth
+from ..kernels import merge_assign, nearest_token
+from ..kernels.merge import join
+from ..kernels.merge_assign import Met
+from ..kernels.merge_score import Worth
+from ..kernels.topk import top
 
 
 def mean_key(k: Tensor) -> Tensor:
@@ -155,16 +155,16 @@ class SimilarityOnDevice(Similarity, Match):
     ) -> None:
         """k [R, H, d], and whose rows they are, as in ops/similar.py; or their unit vectors."""
         self.here, self.index, self.offsets = here, index, offsets
-        self.unit = similar.units(k, index, offsets, *here.shape) if units is None else units
+        self.unit = nearest_token.units(k, index, offsets, *here.shape) if units is None else units
 
     def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
-        return similar.nearest(self.unit, self.index, self.offsets, among, self.here)
+        return nearest_token.nearest(self.unit, self.index, self.offsets, among, self.here)
 
     def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
-        return meet.joins(self.unit, leaving, patches, self.here)
+        return merge_assign.joins(self.unit, leaving, patches, self.here)
 
     def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
-        return meet.meet(self.unit, patches, self.here, *given)
+        return merge_assign.meet(self.unit, patches, self.here, *given)
 
     def match(self, a: Tensor, b: Tensor, least: int) -> tuple[Tensor, Tensor]:
-        return similar.match(self.unit, a, b, self.here.shape[1], least)
+        return nearest_token.match(self.unit, a, b, self.here.shape[1], least)

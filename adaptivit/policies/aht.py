@@ -30,7 +30,7 @@ from ..backbone import Shape
 from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep, Trace
 from ..errors import UserError
-from ..ops.gate import Gate
+from ..kernels.halting_gate import Gate
 from ..policy_settings import AHTSettings
 from ..utils.batch_rng import draw
 from .base import Policy

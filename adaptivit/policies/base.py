@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..backbone import Shape
 from ..cost import CostModel
 from ..decision import Decision
-from ..ops.gate import Gate
+from ..kernels.halting_gate import Gate
 
 if TYPE_CHECKING:
     from ..forward import View

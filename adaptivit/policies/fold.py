@@ -26,7 +26,7 @@ from ..backbone import Shape
 from ..cost import CostModel
 from ..decision import Merge
 from ..errors import UserError
-from ..ops.worth import Worth
+from ..kernels.merge_score import Worth
 from ..policy_settings import FoldSettings
 from .base import Policy
 from .selection import check_blocks

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..ops.gate import Decided
+from ..kernels.halting_gate import Decided
 
 
 @dataclass

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..decision import Merge
 from ..errors import UserError
+from ..kernels import merge
+from ..kernels.topk import top
 from ..layouts import Similarity
-from ..ops import merge
-from ..ops.select import top
 
 __all__ = ["check_blocks", "fold", "join", "thirds", "top"]
 

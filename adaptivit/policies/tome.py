@@ -21,7 +21,7 @@ from torch import Tensor
 from ..backbone import Shape
 from ..decision import Merge
 from ..errors import UserError
-from ..ops.pairs import pairs
+from ..kernels.bipartite_match import pairs
 from ..policy_settings import ToMeSettings
 from .base import Policy
 from .selection import join

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import tl, triton, usable
+from .launch import tl, triton, usable
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import precision, tl, triton
+from .launch import precision, tl, triton
 
 
 def reference(

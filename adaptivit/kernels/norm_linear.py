@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import norm as norms
-from .gate import Decided, Gate
-from .kernels import blank, precision, tl, triton
+from .halting_gate import Decided, Gate
+from .launch import blank, precision, tl, triton
 
 if triton is not None:
-    from .gate import _decide_absent, _decide_rows
+    from .halting_gate import _decide_absent, _decide_rows
     from .linear import _gelu
 
 

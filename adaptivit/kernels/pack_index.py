@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .kernels import power_of_two, run_on, tl, triton, usable
+from .launch import power_of_two, run_on, tl, triton, usable
 
 Order = tuple[Tensor, Tensor, Tensor, Tensor]
 

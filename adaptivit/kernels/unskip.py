@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import live, multiprocessors, power_of_two, tl, triton, usable
+from .launch import live, multiprocessors, power_of_two, tl, triton, usable
 
 if triton is not None:
     from .linear import _measure

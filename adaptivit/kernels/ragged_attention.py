@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import (
+from .launch import (
     LOG2E,
     Log2,
     alike,

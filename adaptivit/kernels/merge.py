@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import compact
-from .kernels import multiprocessors, power_of_two, precision, tl, triton, usable
+from . import pack_index
+from .launch import multiprocessors, power_of_two, precision, tl, triton, usable
 
 if triton is not None:
-    from .compact import _order_of
     from .linear import _measure
+    from .pack_index import _order_of
 
 PIECE = 64  # columns of a program, and of a pair of moments
 REGISTERS = 128  # of a thread at most, so that four programs fit on a multiprocessor
@@ -55,7 +55,7 @@ def reference(
     batch, slots = live.shape
     slot = torch.arange(slots, device=live.device)
     stay = live & (into == slot)
-    after, cells, offsets, _ = compact.reference(stay, place, count)
+    after, cells, offsets, _ = pack_index.reference(stay, place, count)
     first = torch.arange(batch, device=live.device)[:, None] * slots
     target = after[(first + into.clamp_min(0)).flatten()]
     joins = ((live & (into >= 0)).flatten() & (target >= 0)).nonzero()[:, 0]
@@ -272,10 +272,10 @@ def _merge(
     source, target = (place.new_empty(batch * slots) for _ in range(2))
     part, number = torch.empty(batch * slots, dtype=torch.float32, device=rows.device), place.new_empty(batch)
     weight = torch.empty(0 if size is None else room, dtype=torch.float32, device=rows.device)
-    meeting = compact.Meeting(live, into, scale, stay, own, source, target, part, number, size, weight)
-    order = compact.call(live, place, count, meeting, left)
+    meeting = pack_index.Meeting(live, into, scale, stay, own, source, target, part, number, size, weight)
+    order = pack_index.call(live, place, count, meeting, left)
     alone = not tile.orders or (count is None and left is None)
-    after, cells, offsets, _ = compact.arrange(order) if alone else order.made
+    after, cells, offsets, _ = pack_index.arrange(order) if alone else order.made
     across = triton.cdiv(width, PIECE)
     moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
     # few images: several programs share the rows of each

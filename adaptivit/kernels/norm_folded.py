@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import linear as products
-from .kernels import live, triton
+from .launch import live, triton
 from .linear import Norm, Tile, tile_for
 
 

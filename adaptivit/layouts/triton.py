@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..ops import attention, compact, evidence, ragged
-from ..ops.back import back, back_measured
-from ..ops.kernels import Log2, run_on
-from ..ops.looks import looks
-from ..ops.merge import PIECE, merge
+from ..kernels import attention, attention_scores, pack_index, ragged_attention
+from ..kernels.launch import Log2, run_on
+from ..kernels.merge import PIECE, merge
+from ..kernels.scores_and_keys import looks
+from ..kernels.unskip import back, back_measured
 from .base import Layout, Moments, Plan, Stream, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
@@ -29,16 +29,16 @@ class PackedOnDevice(Layout):
     _index: Tensor | None  # [R] where each row is now, while a move is pending
     _moments: Moments | None  # of the rows held
     measures = False  # whether rows that meet or come back are measured, for a folded norm (folded.py)
-    full = staticmethod(compact.filled)
+    full = staticmethod(pack_index.filled)
 
     def __init__(self, x: Tensor, read: int, plan: Plan | None = None) -> None:
         super().__init__(x, read)
         batch, slots, width = x.shape
         self.plan = Plan() if plan is None else plan
         self.put(x.reshape(batch * slots, width))
-        self.cells = compact.steps(x, batch * slots, 1)
+        self.cells = pack_index.steps(x, batch * slots, 1)
         self.place = self.cells
-        self.offsets = compact.steps(x, batch * slots + 1, slots)
+        self.offsets = pack_index.steps(x, batch * slots + 1, slots)
         self._counted = False  # some rows are behind the live ones
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
@@ -81,7 +81,7 @@ class PackedOnDevice(Layout):
         return None
 
     def _select(self, stay: Tensor, count: int | None) -> None:
-        self.place, self.cells, self.offsets, index = compact.order(stay, self.place, self._room(stay, count))
+        self.place, self.cells, self.offsets, index = pack_index.order(stay, self.place, self._room(stay, count))
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
@@ -159,7 +159,7 @@ class PackedOnDevice(Layout):
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        return ragged.attend(q, k, v, self.offsets, self.longest, self._row_weight(), self._typical())
+        return ragged_attention.attend(q, k, v, self.offsets, self.longest, self._row_weight(), self._typical())
 
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
@@ -186,7 +186,7 @@ class PackedOnDevice(Layout):
         return torch.where(self.here.any(-1)[:, None, None], out, empty)
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
-        look = evidence.class_row if queries == "class" else evidence.received
+        look = attention_scores.class_row if queries == "class" else attention_scores.received
         there = self.here[:, :1] if queries == "class" else None
         row = self.grid(look(q, k, self.offsets, self.longest, self._row_weight()))
         return row if there is None else row * there

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import LOG2E, Log2, alike, as_pointer, log2_weight, power_of_two, tl, triton, weight_kind
+from .launch import LOG2E, Log2, alike, as_pointer, log2_weight, power_of_two, tl, triton, weight_kind
 
 if triton is not None:
-    from .evidence import _class_row_of
-    from .similar import _units_of
+    from .attention_scores import _class_row_of
+    from .nearest_token import _units_of
 
     @triton.jit
     def _looks_kernel(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import tl, triton
+from .launch import tl, triton
 
 
 @dataclass(frozen=True)

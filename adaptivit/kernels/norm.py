@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import live, multiprocessors, power_of_two, tl, triton
+from .launch import live, multiprocessors, power_of_two, tl, triton
 
 
 def reference(

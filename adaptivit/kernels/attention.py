@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import weighted_kernels
+from . import weighted_attention
 
 
 def _bounded(excess: Tensor, weight: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, dropout: float 
     """
     if dropout > 0:
         return (F.dropout(probabilities(q, k, weight, own=own), dropout) @ v.float()).to(v.dtype)
-    if q.is_cuda and weighted_kernels.usable(v):
-        return weighted_kernels.attention(q, k, v, weight, own=own)
+    if q.is_cuda and weighted_attention.usable(v):
+        return weighted_attention.attention(q, k, v, weight, own=own)
     with torch.autocast(q.device.type, enabled=False):
         if torch.compiler.is_compiling():  # torch 2.11 loses gradients of autograd functions of one's own there
             return (probabilities(q, k, weight, own=own) @ v.float()).to(v.dtype)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import blank, live, multiprocessors, packs, precision, tl, triton
+from .launch import blank, live, multiprocessors, packs, precision, tl, triton
 
 
 def reference(

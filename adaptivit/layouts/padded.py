@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..ops import attention
+from ..kernels import attention
 from .base import Layout, take
 from .similarity import Cosines, Similarity, mean_key
 

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import similar
-from .kernels import power_of_two, tl, triton, usable
-from .worth import Worth
+from . import nearest_token
+from .launch import power_of_two, tl, triton, usable
+from .merge_score import Worth
 
 if triton is not None:
-    from .similar import _cosines, _unit
-    from .worth import _say, _score
+    from .merge_score import _say, _score
+    from .nearest_token import _cosines, _unit
 
 
 Left = tuple[Tensor, Tensor]  # of those who are here [B, N] bool, how many are left in every image [B] int32
@@ -44,7 +44,7 @@ class Met(NamedTuple):
 
 def reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
     """into; for who leaves, scale and size' see the references of select.py and merge.py."""
-    _, slot = similar.nearest_reference(units, patches & ~leaving, here)
+    _, slot = nearest_token.nearest_reference(units, patches & ~leaving, here)
     own = torch.arange(here.shape[1], device=here.device).expand_as(here)
     return torch.where(leaving, torch.where(patches, slot, -1), own)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import multiprocessors, power_of_two, tl, triton, usable
+from .launch import multiprocessors, power_of_two, tl, triton, usable
 
 NEAREST, MATCH = 0, 1  # what is asked of the kernel
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import power_of_two, tl, triton, usable
+from .launch import power_of_two, tl, triton, usable
 
 
 def reference(score: Tensor, among: Tensor, count: int, rest: bool = False) -> Tensor:

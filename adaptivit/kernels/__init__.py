@@ -1,0 +1,1 @@
+"""Tensor operations: each a PyTorch reference with its Triton kernel beside it."""

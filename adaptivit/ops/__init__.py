@@ -1,1 +1,0 @@
-"""Tensor operations: each a PyTorch reference; fast kernels go beside it."""
