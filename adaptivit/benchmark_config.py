@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from . import profiles, settings
+from . import profiles
 from .config import _at_least, _size
 from .errors import UserError, unknown
+from .policies import spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("auto", "masked", "packed", "gathered", "captured", "padded")
@@ -90,7 +91,7 @@ class BenchmarkConfig:
         for mode in self.static_modes:
             _known("static mode", [mode.removesuffix(GRAPH)], ("eager", *COMPILE_MODES))
         for policy in self.policies:
-            if settings.parse(policy)[0] == "replay":
+            if spec.parse(policy)[0] == "replay":
                 raise UserError("policies: a trace is replayed by --profile replay:FILE, not by a policy.")
         for profile in self.profile:
             profiles.check(profile)

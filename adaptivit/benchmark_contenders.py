@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import backbone, profiles, settings
+from . import profiles
+from .backbones import timm_vit as backbone
 from .benchmark_config import GRAPH, BenchmarkConfig
 from .decision import Drop, Trace, detached
 from .errors import UserError
 from .factory import create, load
 from .layouts.base import take
 from .model import AdaptiveViT
+from .policies import spec as settings
 
 TIMM, COMPILED, BEST, OWN = "timm", "timm compiled", "best static", "ours, nothing halted"
 BASELINES = (TIMM, COMPILED, BEST, OWN)

@@ -16,10 +16,10 @@ from .benchmark_config import BenchmarkConfig
 from .config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
 from .export_config import ExportConfig
+from .policies.spec import SETTINGS, describe
 from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig
 from .serve_config import DemoConfig, ServeConfig
-from .settings import SETTINGS, describe
 from .sweep_config import SweepConfig, from_recipe
 from .visualize_config import VisualizeConfig
 

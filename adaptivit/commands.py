@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from . import __version__, data, settings
+from . import __version__, data
 from . import evaluate as evaluation
 from . import predict as prediction
 from .arrays import evaluation_images
@@ -29,6 +29,7 @@ from .errors import UserError
 from .export_config import ExportConfig
 from .factory import create, load
 from .model import AdaptiveViT
+from .policies import spec
 from .serve_config import DemoConfig, ServeConfig
 from .utils.atomic_io import write_text
 from .visualize_config import VisualizeConfig
@@ -92,7 +93,7 @@ def _built(config: ModelConfig) -> AdaptiveViT:
         if config.weights is not None or config.img_size is not None or config.policy != "static":
             raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
         return load(config.checkpoint).float()
-    policy, values = settings.parse(config.policy)
+    policy, values = spec.parse(config.policy)
     assert config.backbone is not None
     return create(config.backbone, policy, weights=config.weights, img_size=config.img_size, **values)
 
@@ -165,9 +166,7 @@ def _row(config: EvaluateConfig, model: AdaptiveViT, result: evaluation.Result) 
     """timm's column names where timm has them."""
     row: dict[str, Any] = {
         "model": config.model.checkpoint or config.model.backbone,
-        "policy": settings.spec(model.policy_name, model.policy.settings)
-        if model.policy_name != "replay"
-        else "replay",
+        "policy": spec.spec(model.policy_name, model.policy.settings) if model.policy_name != "replay" else "replay",
         "top1": round(result.top1, 4),
         "top1_err": round(100 - result.top1, 4),
         "top5": round(result.top5, 4),

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from . import __version__, data, settings
+from . import __version__, data
 from .arrays import evaluation_images
 from .bench_config import CompareConfig
 from .commands import device_of
@@ -33,6 +33,7 @@ from .evaluate import Result, evaluate
 from .methods import full_spec, slug
 from .model import AdaptiveViT
 from .pareto import pareto
+from .policies import spec
 from .timing import interleaved
 from .train import fit
 from .utils.atomic_io import write_bytes, write_text
@@ -124,7 +125,7 @@ def _head(config: CompareConfig, entry: Entry) -> dict[str, Any]:
     return {
         "model": config.backbone,
         "method": entry.method,
-        "policy": settings.parse(entry.training.policy)[0],
+        "policy": spec.parse(entry.training.policy)[0],
         "settings": full_spec(entry.training),
         "seed": entry.seed,
         "epochs": entry.epochs,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import data, settings
+from . import data
 from .bench_config import CompareConfig
 from .compare_results import STATIC, TRAINED_ON
 from .config import TrainConfig
@@ -15,6 +15,7 @@ from .data import Labelled
 from .factory import create, load
 from .methods import parse_method, slug
 from .model import AdaptiveViT
+from .policies import spec
 from .start import calibrate
 
 
@@ -71,7 +72,7 @@ def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
     if config.epochs:
         return load(entry.run / "model").float()
     training = entry.training
-    policy, values = settings.parse(training.policy)
+    policy, values = spec.parse(training.policy)
     found = data.splits(config.data)
     some = found.get("val") or found.get("train") or next(iter(found.values()))
     torch.manual_seed(entry.seed)

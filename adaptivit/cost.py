@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backbone import Shape
+from .backbones.timm_vit import Shape
 
 
 def row_macs(module: nn.Module) -> int:

@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import __version__, backbone, dial, settings
+from . import __version__, dial
+from .backbones import timm_vit
 from .errors import UserError, first_line, unknown
 from .export_config import KINDS
 from .forward import forward
 from .layouts import Gathered, Layout, Masked
 from .layouts.padded import Cropped
 from .model import AdaptiveViT
+from .policies import spec
 from .utils.atomic_io import write_bytes
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Cropped}
@@ -62,7 +64,7 @@ class Program(nn.Module):
         model, count = self.model, images.shape[0]
         shift = None if self.shift is None else torch.full((count,), self.shift)
         limit = None if self.limit is None else torch.full((count,), self.limit, dtype=torch.float64)
-        rest: Any = (self.layout, images, (), backbone, shift, limit)
+        rest: Any = (self.layout, images, (), timm_vit, shift, limit)
         output = forward(model.vit, model.shape, self.policy, *rest)
         return output.logits, output.trace.depth
 
@@ -161,7 +163,7 @@ def about(model: AdaptiveViT, kind: str) -> dict[str, Any]:
     """What a server needs beside the graph; it goes into the file."""
     return {
         "adaptivit": __version__,
-        "policy": settings.spec(model.policy_name, model.policy.settings),
+        "policy": spec.spec(model.policy_name, model.policy.settings),
         "kind": kind,
         "budget": model.budget or "none",
         "max_macs": model.max_macs or "none",

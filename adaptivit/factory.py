@@ -16,13 +16,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from . import __version__, checkpoint, dial, policies
-from .backbone import Shape, inspect
+from .backbones.slim import narrow
+from .backbones.timm_vit import Shape, inspect
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
-from .narrow import narrow
+from .policies.spec import SETTINGS, make
+from .policies.spec import spec as settings_text
 from .preprocess import Preprocessing
-from .settings import SETTINGS, make
-from .settings import spec as settings_text
 
 
 def create(

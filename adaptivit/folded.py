@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from . import fused
-from .backbone import Taps
+from .backbones.timm_vit import Taps
 from .errors import UserError
 from .fused import Product
 from .kernels.launch import precision

@@ -15,8 +15,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone
-from .backbone import Shape, Taps
+from .backbones import timm_vit
+from .backbones.timm_vit import Shape, Taps
 from .cap import Cap
 from .cost import CostModel, Spent, row_macs
 from .decision import Drop, Keep, Merge, Skip, Step, Trace, When, detached
@@ -33,7 +33,7 @@ def forward(
     layout_type: Callable[[Tensor, int], Layout],
     images: Tensor,
     ask: Collection[str] = (),
-    blocks: Any = backbone,
+    blocks: Any = timm_vit,
     shift: Tensor | None = None,
     limit: Tensor | None = None,
     whole_end: bool = False,
@@ -91,7 +91,7 @@ def forward(
     elif policy.pools_remaining and run.shares is None:
         readout = layout.remaining()
         run.pooled = readout.shape[1]
-    features, logits = backbone.head(vit, readout)
+    features, logits = timm_vit.head(vit, readout)
     always = all(mask is run.attended[0] for mask in run.attended)  # then one copy serves every layer
     same = all(a is b for a, b in zip(run.attended, run.updated, strict=True))
     if always and same:
@@ -301,7 +301,7 @@ class View:
         shape, leading = self.shape, self._run.layout.leading()
         self._spend(self._run.costs.head, part, images=True)
         leading = leading if shape.read == shape.tokens else leading[:, : shape.read]
-        return self._where_present(lambda rows: backbone.head(self._vit, rows)[1], leading)
+        return self._where_present(lambda rows: timm_vit.head(self._vit, rows)[1], leading)
 
     def spend(self, macs: Tensor | float, part: str = "policy") -> None:
         """Count MACs [B] of a policy's own matrix products."""

@@ -20,8 +20,8 @@ from timm.layers import LayerScale
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone
-from .backbone import Taps
+from .backbones import timm_vit
+from .backbones.timm_vit import Taps
 from .kernels.launch import usable
 from .kernels.linear import linear
 from .kernels.norm import norm
@@ -91,7 +91,7 @@ def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     stem, proj, position = vit.patch_embed, vit.patch_embed.proj, vit.pos_embed
     bare = isinstance(stem.norm, nn.Identity) and position is not None and images.is_contiguous()
     if not patchwise(vit) or not bare:
-        return backbone.embed(vit, images)
+        return timm_vit.embed(vit, images)
     tokens = [vit.cls_token, getattr(vit, "dist_token", None), vit.reg_token]
     lead = [token[0] for token in tokens if token is not None]
     joined = torch.cat(lead) if len(lead) > 1 else lead[0] if lead else position[0, :0]
@@ -117,10 +117,10 @@ def attention(
     layout.put(kept)
     del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
     q, k, v = qkv.view(len(qkv), 3, attn.num_heads, attn.head_dim).unbind(-3)
-    backbone.look(layout, taps, q, k)
+    timm_vit.look(layout, taps, q, k)
     out = layout.attend(q, k, v).reshape(len(qkv), attn.num_heads * attn.head_dim)
     if "ghost" in taps.wanted:
-        taps.give("ghost", backbone.ghost(block, layout, k, v))
+        taps.give("ghost", timm_vit.ghost(block, layout, k, v))
     del q, k, v, qkv
     layout.put(*_added(out, attn.proj, kept, block.ls1, count, expected, measures))
 

@@ -17,8 +17,8 @@ from timm.layers import LayerScale
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from . import backbone
-from .backbone import Taps
+from .backbones import timm_vit
+from .backbones.timm_vit import Taps
 from .fused import patchwise, plain
 from .layouts import Layout
 from .utils.hardware import processor
@@ -32,7 +32,7 @@ def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     """[B, C, H, W] -> [B, N, D], with the patch convolution as one matrix product."""
     stem = vit.patch_embed
     if not patchwise(vit):
-        return backbone.embed(vit, images).contiguous()
+        return timm_vit.embed(vit, images).contiguous()
     (high, wide), (down, across) = stem.patch_size, stem.grid_size
     whole = images[..., : down * high, : across * wide]  # of a border narrower than a patch timm sees nothing
     grid = whole.unflatten(3, (across, wide)).unflatten(2, (down, high)).permute(0, 2, 4, 1, 3, 5)
@@ -57,10 +57,10 @@ def attention(block: Any, layout: Layout, taps: Taps) -> None:
     attn = block.attn
     qkv = _product(block.norm1(layout.rows), attn.qkv)
     q, k, v = qkv.unflatten(-1, (3, attn.num_heads, attn.head_dim)).unbind(-3)
-    backbone.look(layout, taps, q, k)
+    timm_vit.look(layout, taps, q, k)
     out = layout.attend(q, k, v)
     if "ghost" in taps.wanted:
-        taps.give("ghost", backbone.ghost(block, layout, k, v))
+        taps.give("ghost", timm_vit.ghost(block, layout, k, v))
     _add(layout, out.flatten(-2), attn.proj, block.ls1)
 
 

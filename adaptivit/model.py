@@ -12,9 +12,10 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import backbone, dial, fused, layouts, lean, policies, recompute, regional
 from . import budget as budgets
-from .backbone import Shape, inspect
+from . import dial, fused, layouts, lean, policies, recompute, regional
+from .backbones import timm_vit
+from .backbones.timm_vit import Shape, inspect
 from .budget import Budget, Calibration
 from .capture import Captured
 from .cost import CostModel
@@ -91,13 +92,13 @@ class AdaptiveViT(nn.Module):
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
-        blocks: Any = backbone if not choice.fused else fused if folded is None else folded
-        if blocks is backbone and self.regional and (self.training or not choice.type.compact):
+        blocks: Any = timm_vit if not choice.fused else fused if folded is None else folded
+        if blocks is timm_vit and self.regional and (self.training or not choice.type.compact):
             blocks = regional
         if self.recompute and self.training and torch.is_grad_enabled():
             blocks = recompute
-        if blocks is backbone and choice.type.compact and not self.training:
-            blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else backbone
+        if blocks is timm_vit and choice.type.compact and not self.training:
+            blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else timm_vit
         whole = self.whole_end or blocks is regional  # which would need one more graph
         return forward(self.vit, self.shape, turn.policy, make, images, ask, blocks, turn.shift, turn.limit, whole)
 

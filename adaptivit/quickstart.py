@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
-from . import __version__, settings
+from . import __version__
 from .config import QuickstartConfig, TrainConfig
 from .data import Loaded
 from .digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
@@ -25,6 +25,7 @@ from .evaluate import Result, evaluate, paired_difference
 from .factory import create
 from .model import AdaptiveViT
 from .optimise import adamw
+from .policies import spec
 from .preprocess import Preprocessing
 from .report import Picture, write_report
 from .train import objective
@@ -88,7 +89,7 @@ def _train_static(config: QuickstartConfig, digits: Digits, bars: Progress) -> A
 
 
 def _train_adaptive(config: QuickstartConfig, digits: Digits, bars: Progress, static: AdaptiveViT) -> AdaptiveViT:
-    policy, values = settings.parse(ADAPTIVE.policy)
+    policy, values = spec.parse(ADAPTIVE.policy)
     torch.manual_seed(config.seed)
     model = create(BACKBONE, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())

@@ -12,19 +12,19 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import backbone
-from .backbone import Taps
+from .backbones import timm_vit
+from .backbones.timm_vit import Taps
 from .layouts import Layout
 
-embed = backbone.embed
+embed = timm_vit.embed
 
 
 def attention(block: Any, layout: Layout, taps: Taps) -> None:
-    _again(backbone.attention, block, layout, taps)
+    _again(timm_vit.attention, block, layout, taps)
 
 
 def mlp(block: Any, layout: Layout, taps: Taps) -> None:
-    _again(backbone.mlp, block, layout, taps)
+    _again(timm_vit.mlp, block, layout, taps)
 
 
 def _again(branch: Callable[[Any, Layout, Taps], None], block: Any, layout: Layout, taps: Taps) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from . import backbone
-from .backbone import Parts, Taps
+from .backbones import timm_vit
+from .backbones.timm_vit import Parts, Taps
 from .layouts import Layout
 
-embed = backbone.embed
+embed = timm_vit.embed
 _GRAPHS = 64  # of one function: for training, teacher and validation, with and without masks; PyTorch's limit is 8
 
 
@@ -23,13 +23,13 @@ def _parts() -> Parts:
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
     # a second size makes sizes a variable: merging leaves another number of rows in every block
-    made: list[Any] = [torch.compile(run) for run in (backbone.enter, backbone.leave, backbone.feed)]
+    made: list[Any] = [torch.compile(run) for run in (timm_vit.enter, timm_vit.leave, timm_vit.feed)]
     return Parts(*made)
 
 
 def attention(block: Any, layout: Layout, taps: Taps) -> None:
-    backbone.attention(block, layout, taps, _parts())
+    timm_vit.attention(block, layout, taps, _parts())
 
 
 def mlp(block: Any, layout: Layout, taps: Taps) -> None:
-    backbone.mlp(block, layout, taps, _parts())
+    timm_vit.mlp(block, layout, taps, _parts())

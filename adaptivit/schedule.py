@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .backbone import Taps
+from .backbones.timm_vit import Taps
 from .decision import Drop, Trace
 from .errors import UserError
 from .folded import Folded

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import data, settings, sweep_report
+from . import data, sweep_report
 from .arrays import evaluation_images
 from .config import TrainConfig
 from .errors import UserError, first_line
 from .evaluate import Result, evaluate
 from .factory import create
 from .model import AdaptiveViT
+from .policies import spec
 from .start import calibrate
 from .sweep_config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .sweep_space import Params, apply, parse
@@ -126,7 +127,7 @@ def run_trial(config: TrialConfig, show: bool = True) -> Result:
 
 def _model(config: TrialConfig, classes: int) -> AdaptiveViT:
     """As `train` begins; without training the head must be that of the weights."""
-    policy, values = settings.parse(config.policy)
+    policy, values = spec.parse(config.policy)
     number = classes if config.epochs else None
     return create(
         config.backbone, policy, weights=config.weights, num_classes=number, img_size=config.img_size, **values
@@ -142,7 +143,7 @@ def _untrained(config: TrialConfig) -> Result:
     model = _model(config, len(val.classes)).to(device)
     val = val.for_model(model.vit.num_classes, model.class_names)
     if config.calibrate:
-        calibrate(model, settings.parse(config.policy)[1], config, val, device)
+        calibrate(model, spec.parse(config.policy)[1], config, val, device)
     images = evaluation_images(val, model.preprocessing, device)
     order = data.in_order(len(images), config.batch_size)
     return evaluate(model, data.batches(images, order, config.workers), device=device)

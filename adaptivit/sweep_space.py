@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from . import settings
 from .config import TrainConfig
 from .errors import UserError, unknown
+from .policies import spec
 from .sweep_config import NOT_IN_SPACE, TrialConfig
 
 Value = str | int | float
@@ -65,7 +65,7 @@ def parse(space: Sequence[str], base: TrialConfig) -> tuple[Axis, ...]:
     """The axes of a space, checked: keys, values and their limits."""
     if not space:
         raise UserError("space: expected at least one KEY=VALUES, e.g. --space 'lr=1e-4|3e-4', got none.")
-    settings.parse(base.policy)
+    spec.parse(base.policy)
     keys = [text.partition("=")[0].strip() for text in space]
     for key in keys:
         if keys.count(key) > 1:
@@ -99,7 +99,7 @@ def _kind(key: str, policies: Sequence[str]) -> Any:
     """The type of a setting; float for float | None."""
     if key.startswith("policy."):
         name = key.removeprefix("policy.")
-        known = {n: typing.get_type_hints(settings.SETTINGS[n]) for n in policies if n in settings.SETTINGS}
+        known = {n: typing.get_type_hints(spec.SETTINGS[n]) for n in policies if n in spec.SETTINGS}
         kind = next((hints[name] for hints in known.values() if name in hints), None)
         if known and kind is None:
             valid = {f"policy.{k}" for hints in known.values() for k in hints}
@@ -162,18 +162,18 @@ def apply(base: TrialConfig, params: Mapping[str, Value]) -> TrialConfig:
         if key.startswith("policy."):
             of_policy[key.removeprefix("policy.")] = value
         else:
-            changes[key] = settings.convert(key, value, _HINTS[key])
+            changes[key] = spec.convert(key, value, _HINTS[key])
     changes["policy"] = _spec(changes.get("policy", base.policy), of_policy)
     return replace(base, **changes)
 
 
 def _spec(policy: str, changes: Mapping[str, Value]) -> str:
     """A policy's text with other settings. All that was said stays, defaults too: a given gate is not calibrated."""
-    name, values = settings.parse(policy)
+    name, values = spec.parse(policy)
     if not changes:
         return policy
     said = values | dict(changes)
-    made = settings.make(name, said)
+    made = spec.make(name, said)
     return f"{name}:{','.join(f'{key}={_text(getattr(made, key))}' for key in said)}"
 
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
-from . import data, settings, sharding
+from . import data, sharding
 from .arrays import Source, evaluation_images, training_images
 from .checkpoint import refill
 from .compiling import compiled
@@ -46,6 +46,7 @@ from .objectives import (
     TargetDepth,
 )
 from .optimise import Average, adamw
+from .policies import spec
 from .run_directory import Meter, RunDirectory
 from .shares import rows
 from .start import calibrate
@@ -101,7 +102,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
         )
     _divisible(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
-    policy, policy_settings = settings.parse(config.policy)
+    policy, policy_settings = spec.parse(config.policy)
     classes = len(train_set.classes)
     model = create(
         config.backbone,

@@ -17,10 +17,11 @@ import torch
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import data, settings
+from adaptivit import data
 from adaptivit.calibrate import Check, check
 from adaptivit.commands import append_csv
 from adaptivit.data import Images
+from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 
 BUDGETS = ("-20%", "-33%", "-50%")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import adaptivit
-from adaptivit.settings import parse
+from adaptivit.policies.spec import parse
 from adaptivit.utils.atomic_io import write_text
 
 METHODS = (

@@ -31,8 +31,9 @@ import httpx
 import torch
 
 import adaptivit
-from adaptivit import data, settings
+from adaptivit import data
 from adaptivit.commands import append_csv
+from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 
 BACKBONE = "deit_tiny_patch16_224"

@@ -19,9 +19,10 @@ import torch
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import data, settings
+from adaptivit import data
 from adaptivit.commands import append_csv
 from adaptivit.data import Images
+from adaptivit.policies import spec as settings
 from adaptivit.serve import Batcher, Job
 from adaptivit.utils.hardware import device_name
 

@@ -24,11 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import adaptivit
-from adaptivit import settings
 from adaptivit.commands import append_csv
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
 from adaptivit.kernels import weighted_attention
+from adaptivit.policies import spec
 from adaptivit.recipes import get
 from adaptivit.train import Trainer, _accelerator, _trainer, objective
 from adaptivit.utils.environment import commit
@@ -99,7 +99,7 @@ def configuration(method: str, kind: str, options: argparse.Namespace) -> TrainC
 
 def build(method: str, kind: str, batches: list[Loaded], options: argparse.Namespace) -> Contender:
     config = configuration(method, kind, options)
-    policy, given = settings.parse(config.policy)
+    policy, given = spec.parse(config.policy)
     torch.manual_seed(0)
     accelerator = _accelerator(config)
     model = adaptivit.create(options.backbone, policy, num_classes=options.classes, **given).to(accelerator.device)

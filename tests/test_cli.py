@@ -23,10 +23,10 @@ from adaptivit.cli import _COMMANDS
 from adaptivit.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
 from adaptivit.export_config import ExportConfig
+from adaptivit.policies.spec import SETTINGS, describe
 from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig
 from adaptivit.serve_config import DemoConfig, Limits, ServeConfig
-from adaptivit.settings import SETTINGS, describe
 from adaptivit.sweep_config import SweepConfig
 from adaptivit.visualize_config import VisualizeConfig
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import adaptivit
 from adaptivit.layouts import Layout, Masked
 from adaptivit.policies import _REGISTERED
-from adaptivit.settings import SETTINGS
+from adaptivit.policies.spec import SETTINGS
 from adaptivit.testing import check_policy
 
 GATE = {"gate_scale": 1.0, "gate_center": 1.0}

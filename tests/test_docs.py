@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from adaptivit.policies import _REGISTERED
-from adaptivit.settings import SETTINGS
+from adaptivit.policies.spec import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

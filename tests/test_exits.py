@@ -14,8 +14,8 @@ from plain import embedded, said, sigmoid, whole
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from adaptivit.backbones.slim import narrow
 from adaptivit.errors import UserError
-from adaptivit.narrow import narrow
 from adaptivit.objectives import Batch, Exits, Expected, Geometric, Ponder
 
 L, B = 6, 6

@@ -15,7 +15,8 @@ from test_data import refused, run
 from torch import Tensor
 
 import adaptivit
-from adaptivit import backbone, exporting
+from adaptivit import exporting
+from adaptivit.backbones import timm_vit
 from adaptivit.errors import UserError
 from adaptivit.forward import forward
 from adaptivit.layouts.padded import Cropped
@@ -43,7 +44,7 @@ def cropped(model: Any, images: Tensor, made: list[Cropped] | None = None) -> An
             made.append(layout)
         return layout
 
-    return forward(model.vit, model.shape, model.policy, make, images, (), backbone)
+    return forward(model.vit, model.shape, model.policy, make, images, (), timm_vit)
 
 
 # -- the layout -----------------------------------------------------------------------------------------------------

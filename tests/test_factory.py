@@ -280,7 +280,7 @@ def test_a_policy_of_ones_own(tmp_path: Path, monkeypatch: Any) -> None:
             return adaptivit.Drop(leaving.expand_as(view.present)) if view.layer + 1 == self.settings.layer else None
 
     monkeypatch.setattr("adaptivit.policies._REGISTERED", {})
-    monkeypatch.setattr("adaptivit.settings.SETTINGS", before := dict(adaptivit.settings.SETTINGS))
+    monkeypatch.setattr("adaptivit.policies.spec.SETTINGS", before := dict(adaptivit.policies.spec.SETTINGS))
     for module in ("factory", "policies"):
         monkeypatch.setattr(f"adaptivit.{module}.SETTINGS", before)
     adaptivit.register_policy("half", Settings)(Half)

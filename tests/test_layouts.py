@@ -9,7 +9,7 @@ import torch
 from conftest import assert_close, choice, merging
 from torch import Tensor
 
-from adaptivit.backbone import added
+from adaptivit.backbones.timm_vit import added
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice, Plan

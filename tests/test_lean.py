@@ -12,7 +12,8 @@ from conftest import TINY, assert_close, assert_same_run, pictures, random_trace
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit import backbone, lean
+from adaptivit import lean
+from adaptivit.backbones import timm_vit
 from adaptivit.layouts import packed
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
@@ -90,7 +91,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
 
         monkeypatch.setattr(owner, name, run)
 
-    for owner in (lean, backbone):
+    for owner in (lean, timm_vit):
         for name in ("attention", "mlp"):
             noted(owner, name)
 

@@ -12,10 +12,10 @@ from timm.layers import QuickGELU
 from timm.models.vision_transformer import VisionTransformer
 
 import adaptivit
+from adaptivit.backbones.slim import narrow
 from adaptivit.data import Loaded
 from adaptivit.errors import UserError
 from adaptivit.evaluate import evaluate
-from adaptivit.narrow import narrow
 
 
 def test_it_is_measured_against_the_whole_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from test_conformance import CASES
 
 import adaptivit
 from adaptivit.errors import UserError, WeightsError
-from adaptivit.settings import SETTINGS, parse, spec
+from adaptivit.policies.spec import SETTINGS, parse, spec
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "aht" not in c])

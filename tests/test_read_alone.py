@@ -10,7 +10,8 @@ import torch
 from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
-from adaptivit import backbone, lean, profiles
+from adaptivit import lean, profiles
+from adaptivit.backbones import timm_vit
 from adaptivit.decision import Drop, Step, Trace
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies.static import Static
@@ -42,7 +43,7 @@ LOUD: dict[str, tuple[str, dict[str, Any]]] = {
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every MLP that ran."""
     rows: list[int] = []
-    for owner in (backbone, lean):
+    for owner in (timm_vit, lean):
         inner = owner.mlp
 
         def run(block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:

@@ -16,8 +16,9 @@ from test_data import CLASSES, folder, refused, run, split_folder, train
 from test_train_methods import batch
 
 import adaptivit
-from adaptivit import methods, optimise, recipes, settings
+from adaptivit import methods, optimise, recipes
 from adaptivit.config import TrainConfig
+from adaptivit.policies import spec
 from adaptivit.recipes import RECIPES, get
 from adaptivit.train import Trainer, objective
 
@@ -108,7 +109,7 @@ def words_of(name: str) -> str:
 def test_a_recipe_is_what_its_paper_prints(name: str) -> None:
     config, (backbone, policy, fields, words) = get(name), FACTS[name]
     assert config.backbone == backbone
-    assert settings.parse(config.policy) == settings.parse(policy)
+    assert spec.parse(config.policy) == spec.parse(policy)
     assert {k: getattr(config, k) for k in fields} == fields
     for word in words:
         assert word in words_of(name)
@@ -120,7 +121,7 @@ def test_an_isoflop_model_has_the_printed_cost(name: str) -> None:
     n = 197
     block = 12 * n * width**2 + 2 * n**2 * width
     around = 196 * 768 * width + 1000 * width
-    share = settings.parse(get(name).policy)[1]["share"]
+    share = spec.parse(get(name).policy)[1]["share"]
     blocks = max(k for k in range(depth + 1) if around + k * block <= share * (around + depth * block))
     assert blocks == expected
     assert (around + blocks * block) / 1e9 == pytest.approx(gmacs, rel=0.02)
@@ -141,7 +142,7 @@ def test_the_docstring_has_the_command_and_says_that_we_have_not_run_it(name: st
     assert "Not run by us" in words
     config, policy = get(name), get(name).policy.partition(":")[0]
     assert isinstance(config, TrainConfig)
-    settings.make(*settings.parse(config.policy))
+    spec.make(*spec.parse(config.policy))
     losses = methods.parse_method(f"{policy}:{name}", TrainConfig(data="x"))  # and `compare` can name it
     assert (losses.ponder, losses.prior, losses.ratio) == (config.ponder, config.prior, config.ratio)
 
@@ -154,7 +155,7 @@ def test_from_scratch_takes_no_weights_and_others_do() -> None:
 @pytest.mark.parametrize("name", ["avit-distilled-tiny", "avit-distilled-small"])
 def test_a_step_with_a_distillation_token(name: str) -> None:
     config = dataclasses.replace(get(name), warmup_epochs=0)
-    policy, given = settings.parse(config.policy)
+    policy, given = spec.parse(config.policy)
     torch.manual_seed(0)
     model = adaptivit.create(TINY | BACKBONES["distilled"] | {"num_classes": 3}, policy, **given)
     one = Trainer(model, objective(config), optimise.adamw(model, config), config, Accelerator(cpu=True), model)

@@ -19,10 +19,10 @@ from test_compare import small
 from test_data import refused, run
 
 import adaptivit
-from adaptivit import settings
 from adaptivit.compare_results import read_correct
 from adaptivit.errors import UserError
 from adaptivit.methods import full_spec
+from adaptivit.policies import spec as settings
 from adaptivit.recipes import RECIPES
 from adaptivit.reproduce import TABLES, equal_cost, execute, tables
 from adaptivit.reproduce import job as job_module

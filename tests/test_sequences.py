@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from test_layouts import Still
 from torch import Tensor
 
-from adaptivit import backbone, policies
+from adaptivit import policies
+from adaptivit.backbones import timm_vit
 from adaptivit.decision import Drop, Merge, Step, Trace
 from adaptivit.forward import forward
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice
@@ -44,7 +45,7 @@ def check_sequence(kind: str, trace: Trace, *layouts: type[Layout]) -> None:
         assert_close(a.tokens, b.tokens)
     readout, computed = literal_forward(model.vit, trace, pictures())
     assert torch.equal(a.trace.attended, computed)
-    assert_close(a.logits, backbone.head(model.vit, readout)[1])
+    assert_close(a.logits, timm_vit.head(model.vit, readout)[1])
 
 
 @given(kinds=answers, seed=st.integers(0, 99), kind=st.sampled_from(["class", "deit3", "average"]))

@@ -18,10 +18,11 @@ from test_data import SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
 import adaptivit
-from adaptivit import data, optimise, settings
+from adaptivit import data, optimise
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
 from adaptivit.model import AdaptiveViT
+from adaptivit.policies import spec
 from adaptivit.recipes import RECIPES, get
 from adaptivit.train import Trainer, fit, objective
 
@@ -36,7 +37,7 @@ TERMS = (*TERMS, "distill", "features")
 @pytest.mark.parametrize("name", AHT)
 def test_the_recipes_of_aht_are_table_2(name: str) -> None:
     config = get(name)
-    assert settings.parse(config.policy) == ("aht", {})
+    assert spec.parse(config.policy) == ("aht", {})
     assert (config.ponder, config.target_depth) == AHT[name]
     assert (config.epochs, config.lr, config.weight_decay, config.augment) == (50, 1e-4, 0.05, "rand")
     assert (config.prior, config.budget, config.distill, config.sigma) == (0, 0, 0, 1.0)
@@ -45,7 +46,7 @@ def test_the_recipes_of_aht_are_table_2(name: str) -> None:
 @pytest.mark.parametrize("name", AVIT)
 def test_the_recipes_of_avit_are_the_papers(name: str) -> None:
     config, (scale, center, prior, form) = get(name), AVIT[name]
-    policy, values = settings.parse(config.policy)
+    policy, values = spec.parse(config.policy)
     assert policy == "avit"
     assert (values["gate_scale"], values["gate_center"]) == (scale, center)
     assert (config.ponder, config.prior, config.prior_form, config.epochs) == (5e-4, prior, form, 100)
@@ -70,7 +71,7 @@ def test_every_recipe_trains_through_the_command_line(tmp_path: Path, name: str)
         total = sum(getattr(expected, k) * record[k] for k in terms)
         assert record["loss"] == pytest.approx(total, rel=1e-5)
     model = adaptivit.load(tmp_path / "out" / "model")
-    assert model.policy_name == settings.parse(expected.policy)[0]
+    assert model.policy_name == spec.parse(expected.policy)[0]
     assert model.class_names == ["a", "b", "c"]
 
 

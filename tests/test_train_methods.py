@@ -15,9 +15,10 @@ from test_data import refused, split_folder, train
 from test_resume import log
 
 import adaptivit
-from adaptivit import optimise, settings
+from adaptivit import optimise
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
+from adaptivit.policies import spec
 from adaptivit.recipes import DEFAULTS, RECIPES, get
 from adaptivit.train import Trainer, objective
 
@@ -27,7 +28,7 @@ NEW = ("dynamicvit", "evit", "mod", "amod", "act", "confidence", "similarity", "
 def trainer(config: TrainConfig) -> Trainer:
     """A trainer on the tiniest model, with a static teacher where a loss wants one."""
     torch.manual_seed(0)
-    policy, given = settings.parse(config.policy)
+    policy, given = spec.parse(config.policy)
     model = adaptivit.create("test_vit", policy, img_size=32, num_classes=3, **given)
     teacher = None
     if config.distill or config.features:
@@ -134,14 +135,14 @@ def test_a_loss_that_the_policy_cannot_serve_is_said_before_training(tmp_path: P
 
 def test_every_policy_with_a_loss_of_its_own_has_a_recipe() -> None:
     for policy, name in DEFAULTS.items():
-        assert settings.parse(get(name).policy)[0] == policy
+        assert spec.parse(get(name).policy)[0] == policy
     assert set(NEW) <= set(RECIPES)
 
 
 def test_the_recipes_are_the_papers() -> None:
     d, e, a, m, p = (get(n) for n in ("dynamicvit", "evit", "amod", "mod", "pondernet"))
     assert (d.ratio, d.distill, d.features, d.backbone_lr, d.freeze_epochs, d.epochs) == (2.0, 0.5, 0.5, 0.01, 5, 30)
-    assert settings.parse(e.policy)[1] == {"warm_epochs": 10, "shrink_epochs": 15}
+    assert spec.parse(e.policy)[1] == {"warm_epochs": 10, "shrink_epochs": 15}
     assert (a.epochs, a.batch_size, a.lr) == (m.epochs, m.batch_size, m.lr) == (100, 128, 1e-5)
     assert (p.task, p.expected, p.geometric) == (0, 1.0, 0.01)
     assert (get("confidence").task, get("confidence").exits, get("act").ponder) == (0, 1.0, 5e-4)

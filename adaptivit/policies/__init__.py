@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..errors import UserError, unknown
-from ..policy_settings import NoSettings
-from ..settings import SETTINGS, make
 from .base import Policy
+from .settings import NoSettings
+from .spec import SETTINGS, make
 
 _BUILT_IN = {
     "static": "static:Static",

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep
-from ..policy_settings import ACTSettings
 from .base import Policy
 from .halting import Halting
+from .settings import ACTSettings
 
 if TYPE_CHECKING:
     from ..forward import View

@@ -26,16 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep, Trace
 from ..errors import UserError
 from ..kernels.halting_gate import Gate
-from ..policy_settings import AHTSettings
 from ..utils.batch_rng import draw
 from .base import Policy
+from .common import check_blocks, fold
 from .halting import Halting
-from .selection import check_blocks, fold
+from .settings import AHTSettings
 
 if TYPE_CHECKING:
     from ..forward import View

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..decision import Skip
 from ..errors import UserError
-from ..policy_settings import AMoDSettings
 from .base import Policy
 from .mod import routed_blocks, sit_out
+from .settings import AMoDSettings
 
 if TYPE_CHECKING:
     from ..forward import View

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel, row_macs
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
-from ..policy_settings import AViTSettings
 from .base import Policy
+from .common import fold
 from .halting import Halting
-from .selection import fold
+from .settings import AViTSettings
 
 if TYPE_CHECKING:
     from ..forward import View

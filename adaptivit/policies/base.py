@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel
 from ..decision import Decision
 from ..kernels.halting_gate import Gate

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..decision import Decision, Drop
-from ..policy_settings import DynamicViTSettings
 from ..utils.batch_rng import draw
 from .base import Policy
-from .selection import check_blocks, fold, thirds, top
+from .common import check_blocks, fold, thirds, top
+from .settings import DynamicViTSettings
 
 if TYPE_CHECKING:
     from ..forward import View

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..decision import Decision, Drop, Merge
 from ..errors import UserError
-from ..policy_settings import EViTSettings
 from .base import Policy
-from .selection import check_blocks, thirds, top
+from .common import check_blocks, thirds, top
+from .settings import EViTSettings
 
 if TYPE_CHECKING:
     from ..forward import View

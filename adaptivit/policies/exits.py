@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel
 from ..decision import Drop
 from ..errors import UserError

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.merge_score import Worth
-from ..policy_settings import FoldSettings
 from .base import Policy
-from .selection import check_blocks
+from .common import check_blocks
+from .settings import FoldSettings
 
 if TYPE_CHECKING:
     from ..forward import View

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..decision import Skip
-from ..policy_settings import MoDSettings
 from .base import Policy
-from .selection import check_blocks, top
+from .common import check_blocks, top
+from .settings import MoDSettings
 
 if TYPE_CHECKING:
     from ..forward import View

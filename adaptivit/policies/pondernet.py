@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel
 from ..decision import Drop
 from ..errors import UserError
-from ..policy_settings import PonderNetSettings
 from .base import Policy
+from .settings import PonderNetSettings
 
 if TYPE_CHECKING:
     from ..forward import View

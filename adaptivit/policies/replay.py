@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..decision import Decision, Keep, Merge, Skip, Trace, When, detached
 from ..errors import UserError
-from ..policy_settings import ReplaySettings
 from .base import Policy
+from .settings import ReplaySettings
 
 if TYPE_CHECKING:
     from ..forward import View

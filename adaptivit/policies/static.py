@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..cost import CostModel
 from ..decision import Drop
 from ..errors import UserError
-from ..policy_settings import StaticSettings
 from .base import Policy
+from .settings import StaticSettings
 
 if TYPE_CHECKING:
     from ..forward import View

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbone import Shape
+from ..backbones.timm_vit import Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.bipartite_match import pairs
-from ..policy_settings import ToMeSettings
 from .base import Policy
-from .selection import join
+from .common import join
+from .settings import ToMeSettings
 
 if TYPE_CHECKING:
     from ..forward import View

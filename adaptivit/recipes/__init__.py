@@ -14,7 +14,7 @@ import tyro
 
 from ..config import TrainConfig
 from ..errors import UserError, unknown
-from ..settings import convert, parse
+from ..policies.spec import convert, parse
 from . import aht, amod, avit, baselines, dynamicvit, evit
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {

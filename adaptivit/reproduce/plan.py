@@ -24,7 +24,7 @@ from .. import recipes
 from ..config import TrainConfig, _at_least
 from ..errors import UserError, unknown
 from ..methods import parse_method
-from ..settings import convert
+from ..policies.spec import convert
 from . import TABLES
 from .run import Run, Table
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backbone
+from ..backbones import timm_vit
 from ..errors import UserError
 from ..model import AdaptiveViT
 from .collect import Progress
@@ -104,7 +104,7 @@ def _ranks(values: Array) -> Array:
 def _rows(model: AdaptiveViT, image: Tensor) -> list[Tensor]:
     """[1, N, D] before every block and after the last, with every token in every block."""
     first = next(model.parameters())
-    rows = [backbone.embed(model.vit, image[None].to(first.device, first.dtype))]
+    rows = [timm_vit.embed(model.vit, image[None].to(first.device, first.dtype))]
     for block in model.vit.blocks:
         rows.append(block(rows[-1]))
     return rows
@@ -122,4 +122,4 @@ def _without(model: AdaptiveViT, rows: Tensor, left: Array, block: int, target: 
 
 def _logits(model: AdaptiveViT, rows: Tensor) -> Tensor:
     shape = model.shape
-    return backbone.head(model.vit, rows[:, : shape.read] if shape.read < shape.tokens else rows)[1].float()
+    return timm_vit.head(model.vit, rows[:, : shape.read] if shape.read < shape.tokens else rows)[1].float()

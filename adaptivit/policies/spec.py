@@ -13,9 +13,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import UserError, unknown
-from .policy_settings import SETTINGS
-from .utils.coerce import convert
+from ..errors import UserError, unknown
+from ..utils.coerce import convert
+from .settings import SETTINGS
 
 __all__ = ["SETTINGS", "convert", "describe", "make", "parse", "spec"]
 

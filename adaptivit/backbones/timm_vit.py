@@ -16,11 +16,11 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from .errors import UnsupportedBackbone
-from .kernels.halting_gate import Gate
-from .layouts import Layout
-from .layouts.similarity import mean_key
-from .utils.batch_rng import draw
+from ..errors import UnsupportedBackbone
+from ..kernels.halting_gate import Gate
+from ..layouts import Layout
+from ..layouts.similarity import mean_key
+from ..utils.batch_rng import draw
 
 
 @dataclass(frozen=True)

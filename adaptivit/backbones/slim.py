@@ -12,9 +12,9 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from .backbone import inspect
-from .cost import CostModel
-from .errors import UserError
+from ..cost import CostModel
+from ..errors import UserError
+from .timm_vit import inspect
 
 
 def narrow(vit: VisionTransformer, share: float, *, of_macs: bool = False) -> VisionTransformer:
@@ -42,7 +42,7 @@ def _macs(vit: VisionTransformer) -> float:
 
 
 def _make(vit: VisionTransformer, width: int, meta: bool) -> VisionTransformer:
-    from .factory import arguments, build_backbone
+    from ..factory import arguments, build_backbone
 
     given: dict[str, Any] = arguments(vit) | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
     last: Any = vit.blocks[-1]

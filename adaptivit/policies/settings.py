@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .utils.coerce import convert, require
+from ..utils.coerce import convert, require
 
 
 @dataclass(frozen=True)

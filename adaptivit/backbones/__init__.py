@@ -1,0 +1,1 @@
+"""Backbone families: how a model embeds images, runs a block and reads out."""
