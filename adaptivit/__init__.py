@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .decision import Drop, Keep, Merge, Skip, Trace
     from .dense import features
     from .errors import UserError
-    from .exporting import export
+    from .execution.export import export
     from .factory import create, load
     from .hub import from_pretrained
     from .model import AdaptiveViT

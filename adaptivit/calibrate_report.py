@@ -17,11 +17,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from . import __version__, data, dial
-from . import budget as budgets
-from .budget import Calibration, Point
-from .calibrate import Check, check
-from .calibrate import Progress as Progressing
+from . import __version__, data
+from .budget import control
+from .budget import curve as budgets
+from .budget.curve import Calibration, Point
+from .budget.measure import Check, check
+from .budget.measure import Progress as Progressing
 from .checkpoint import read_config
 from .commands import device_of, signed_percent
 from .config import CalibrateConfig
@@ -74,7 +75,7 @@ def run(config: CalibrateConfig) -> None:
 
 def _enough(model: AdaptiveViT, images: Labelled, config: CalibrateConfig, progress: Progressing) -> int:
     """How many images the curve is to be measured on, by how much a few of them differ in cost."""
-    if dial.fixes_counts(model.policy) or len(images) <= LEAST:
+    if control.fixes_counts(model.policy) or len(images) <= LEAST:
         return LEAST
     few = _tensors(model, images.spread(FIRST), config)
     curve = model.calibrate(few, batch_size=config.batch_size, progress=progress)

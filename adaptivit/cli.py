@@ -15,7 +15,7 @@ from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
 from .config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
-from .export_config import ExportConfig
+from .execution.export_config import ExportConfig
 from .policies.spec import SETTINGS, describe
 from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig

@@ -26,7 +26,7 @@ from .benchmark_config import BenchmarkConfig
 from .config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .data import Labelled
 from .errors import UserError
-from .export_config import ExportConfig
+from .execution.export_config import ExportConfig
 from .factory import create, load
 from .model import AdaptiveViT
 from .policies import spec
@@ -265,7 +265,7 @@ def predict(config: PredictConfig) -> None:
 def export(config: ExportConfig) -> None:
     """adaptivit export"""
     from .card import pictures_for
-    from .exporting import export as write
+    from .execution.export import export as write
 
     model = load(config.checkpoint).float()
     images = pictures_for(model, prediction.find_images(config.images)[:64]) if config.images else None

@@ -15,9 +15,10 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from . import __version__, checkpoint, dial, policies
+from . import __version__, checkpoint, policies
 from .backbones.slim import narrow
 from .backbones.timm_vit import Shape, inspect
+from .budget import control
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
 from .policies.spec import SETTINGS, make
@@ -135,7 +136,7 @@ def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
 def _restore(model: AdaptiveViT, calibration: Any, max_macs: Any, path: Path) -> None:
     """The curve, the budget and the limit of a checkpoint."""
     try:
-        dial.restore(model, calibration, max_macs)
+        control.restore(model, calibration, max_macs)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
     except UserError as error:
@@ -184,7 +185,7 @@ def _from_directory(
         checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
         model.policy.load_state_dict(own)
         if model.policy.settings == make(policy, config["settings"]) and keep_head:  # else its curve is another
-            held = dial.fitting(model, config.get("calibration"), config.get("max_macs"))
+            held = control.fitting(model, config.get("calibration"), config.get("max_macs"))
             _restore(model, *held, directory / "config.json")
     stored.check_digest()
     return model.eval() if narrowed else _narrowed(model).eval()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .backbones import timm_vit
 from .backbones.timm_vit import Shape, Taps
-from .cap import Cap
+from .budget.limit import Cap
 from .cost import CostModel, Spent, row_macs
 from .decision import Drop, Keep, Merge, Skip, Step, Trace, When, detached
 from .kernels.pack_index import stacked

@@ -12,16 +12,18 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import budget as budgets
-from . import dial, fused, layouts, lean, policies, recompute, regional
+from . import layouts, policies
 from .backbones import timm_vit
 from .backbones.timm_vit import Shape, inspect
-from .budget import Budget, Calibration
-from .capture import Captured
+from .budget import control
+from .budget import curve as budgets
+from .budget.curve import Budget, Calibration
 from .cost import CostModel
 from .decision import Trace
 from .errors import UserError
-from .folded import Folded
+from .execution import checkpointed, compiled, cpu, triton
+from .execution.cuda_graph import Captured
+from .execution.norm_fused import Folded
 from .forward import forward
 from .layouts import Layout, PackedOnDevice, Plan
 from .output import Output
@@ -61,8 +63,8 @@ class AdaptiveViT(nn.Module):
         *,
         layout: str = "auto",
         ask: Collection[str] = (),
-        budget: dial.Budgets | None = None,
-        max_macs: dial.Budgets | None = None,
+        budget: control.Budgets | None = None,
+        max_macs: control.Budgets | None = None,
     ) -> Output:
         """Classify `images` [B, C, H, W].
 
@@ -74,10 +76,10 @@ class AdaptiveViT(nn.Module):
         choice = self._choose(layout, images.device)
         if budget is None and max_macs is None and self._budget is None and self._limit is None:
             return self._run(choice, images, ask)
-        turns = dial.turns(self, images, budget, max_macs, ask)
+        turns = control.turns(self, images, budget, max_macs, ask)
         if len(turns) == 1:
             return self._run(choice, images, ask, turn=turns[0])
-        return dial.joined(turns, [self._run(choice, images[t.images], ask, turn=t) for t in turns])
+        return control.joined(turns, [self._run(choice, images[t.images], ask, turn=t) for t in turns])
 
     def _run(
         self,
@@ -85,21 +87,21 @@ class AdaptiveViT(nn.Module):
         images: Tensor,
         ask: Collection[str] = (),
         plan: Plan | None = None,
-        turn: dial.Turn | None = None,
+        turn: control.Turn | None = None,
         folded: Folded | None = None,
     ) -> Output:
-        turn = dial.Turn(self.policy) if turn is None else turn
+        turn = control.Turn(self.policy) if turn is None else turn
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
-        blocks: Any = timm_vit if not choice.fused else fused if folded is None else folded
+        blocks: Any = timm_vit if not choice.fused else triton if folded is None else folded
         if blocks is timm_vit and self.regional and (self.training or not choice.type.compact):
-            blocks = regional
+            blocks = compiled
         if self.recompute and self.training and torch.is_grad_enabled():
-            blocks = recompute
+            blocks = checkpointed
         if blocks is timm_vit and choice.type.compact and not self.training:
-            blocks = lean if lean.refusal(self.vit, images.dtype, images.device) is None else timm_vit
-        whole = self.whole_end or blocks is regional  # which would need one more graph
+            blocks = cpu if cpu.refusal(self.vit, images.dtype, images.device) is None else timm_vit
+        whole = self.whole_end or blocks is compiled  # which would need one more graph
         return forward(self.vit, self.shape, turn.policy, make, images, ask, blocks, turn.shift, turn.limit, whole)
 
     # -- what it may cost --------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class AdaptiveViT(nn.Module):
         """Measure on unlabelled images [n, C, H, W] (or batches of them) what each position of the policy's dial costs,
         keep the curve, and set `budget`. A budget in milliseconds is for `latency_batch` images (default 1) on the
         model's device. See docs/calibrate.md."""
-        from .calibrate import calibrate
+        from .budget.measure import calibrate
 
         return calibrate(self, images, budget, batch_size, latency_batch, progress)
 
@@ -129,7 +131,7 @@ class AdaptiveViT(nn.Module):
         made = None if given is None else budgets.parse(given)
         made = None if made is None or made.free else made
         device = next(self.parameters()).device
-        settled = None if made is None else (device, dial.settle(self, made, device))
+        settled = None if made is None else (device, control.settle(self, made, device))
         self._budget, self._settled = made, settled
 
     def _position(self, device: torch.device) -> float | None:
@@ -137,7 +139,7 @@ class AdaptiveViT(nn.Module):
         if self._budget is None:
             return None
         if self._settled is None or (self._budget.ms is not None and self._settled[0] != device):
-            self._settled = (device, dial.settle(self, self._budget, device))
+            self._settled = (device, control.settle(self, self._budget, device))
         return self._settled[1]
 
     def _turn(self, position: float | None) -> Policy:
@@ -155,11 +157,11 @@ class AdaptiveViT(nn.Module):
 
     @max_macs.setter
     def max_macs(self, given: str | float | None) -> None:
-        limit = None if given is None else dial.checked_limit(self, given, self.shape.tokens)
+        limit = None if given is None else control.checked_limit(self, given, self.shape.tokens)
         self._limit, self._max_macs = limit, None if limit is None else budgets.parse(given).text
 
     def _choose(self, layout: str, device: torch.device) -> layouts.Choice:
-        refusal = "training" if self.training else fused.refusal(self.vit, next(self.parameters()).dtype, device)
+        refusal = "training" if self.training else triton.refusal(self.vit, next(self.parameters()).dtype, device)
         equal = self.policy.equal_in_training if self.training else self.policy.equal
         return layouts.choose(layout, training=self.training, device=device, equal=equal, refusal=refusal)
 
@@ -186,8 +188,8 @@ class AdaptiveViT(nn.Module):
         device = next(self.parameters()).device
         dtype = next(self.parameters()).dtype
         with torch.inference_mode():
-            choice, refusal = self._choose(layout, device), fused.refusal(self.vit, dtype, device)
-            lean_too = choice.type.compact and not self.training and lean.refusal(self.vit, dtype, device) is None
+            choice, refusal = self._choose(layout, device), triton.refusal(self.vit, dtype, device)
+            lean_too = choice.type.compact and not self.training and cpu.refusal(self.vit, dtype, device) is None
         how = "fused Triton kernels" if choice.fused else "products in place" if lean_too else "timm's modules"
         because = "" if choice.fused or refusal is None or device.type == "cpu" else f" (no fused kernels: {refusal})"
         return f"{choice.type.name} on {device.type} with {how}{because}: {choice.why}"

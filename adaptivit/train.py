@@ -24,11 +24,11 @@ from timm.data.mixup import Mixup
 from . import data, sharding
 from .arrays import Source, evaluation_images, training_images
 from .checkpoint import refill
-from .compiling import compiled
 from .config import TrainConfig
 from .data import Labelled, Loaded, mix
 from .errors import DataError, UserError, first_line
 from .evaluate import Result, evaluate
+from .execution.compiling import compiled
 from .factory import create
 from .model import AdaptiveViT
 from .objectives import (

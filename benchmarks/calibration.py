@@ -14,11 +14,11 @@ import math
 import time
 
 import torch
+from adaptivit.budget.curve.measure import Check, check
 from torchvision.transforms import v2
 
 import adaptivit
 from adaptivit import data
-from adaptivit.calibrate import Check, check
 from adaptivit.commands import append_csv
 from adaptivit.data import Images
 from adaptivit.policies import spec as settings

@@ -30,7 +30,7 @@ import onnxruntime
 import adaptivit
 from adaptivit.card import pictures_for
 from adaptivit.commands import append_csv
-from adaptivit.exporting import Run, run_onnx
+from adaptivit.execution.export import Run, run_onnx
 from adaptivit.predict import find_images
 
 

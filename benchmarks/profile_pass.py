@@ -54,7 +54,9 @@ def main() -> None:
             report(name, fast, images, made, given.kernels)
 
 
-def report(name: str, fast: adaptivit.capture.Captured, images: torch.Tensor, made: float, most: int) -> None:
+def report(
+    name: str, fast: adaptivit.execution.cuda_graph.Captured, images: torch.Tensor, made: float, most: int
+) -> None:
     for _ in range(3):
         fast(images)
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(50)] for _ in range(2))

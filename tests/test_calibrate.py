@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from adaptivit.budget.curve.control import Turn
+from adaptivit.budget.curve.curve import Calibration, parse
+from adaptivit.budget.curve.measure import NEAR, check, static_macs
 from conftest import TINY, assert_close, pictures, shared, tiny
 from plain import wild
 from test_conformance import CASES
@@ -21,11 +24,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import calibrate_report, data, dial, layouts, timing
-from adaptivit.budget import Calibration, parse
-from adaptivit.calibrate import NEAR, check, static_macs
+from adaptivit import calibrate_report, data, layouts, timing
+from adaptivit.budget.curve import control
 from adaptivit.data import Images
-from adaptivit.dial import Turn
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.utils import hardware
@@ -383,7 +384,7 @@ def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(adaptivit.load(tmp_path / "m")(pictures()).logits, model(pictures()).logits)
     with pytest.raises(UserError, match="below the least that this model can do here"):
         model.budget = f"{fast / 100:.9f} ms"
-    monkeypatch.setattr(dial, "device_name", lambda _: "another machine")
+    monkeypatch.setattr(control, "device_name", lambda _: "another machine")
     elsewhere = adaptivit.load(tmp_path / "m")
     with pytest.raises(UserError, match="do not hold on another machine"):
         elsewhere(pictures())

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from adaptivit.budget.curve.control import Turn
+from adaptivit.budget.curve.limit import minimum
 from conftest import SIDES, assert_close, pictures, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +17,7 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit import layouts
-from adaptivit.cap import minimum
 from adaptivit.cost import CostModel
-from adaptivit.dial import Turn
 from adaptivit.errors import UserError
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.output import Output

@@ -22,7 +22,7 @@ from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
 from adaptivit.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
-from adaptivit.export_config import ExportConfig
+from adaptivit.execution.export_config import ExportConfig
 from adaptivit.policies.spec import SETTINGS, describe
 from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig

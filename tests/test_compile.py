@@ -14,9 +14,10 @@ from test_data import split_folder, train
 from test_resume import weights
 from torch import Tensor
 
-from adaptivit import compiling, regional
 from adaptivit.config import TrainConfig
 from adaptivit.data import Loaded
+from adaptivit.execution import compiled as regional
+from adaptivit.execution import compiling
 from adaptivit.train import Trainer, _accelerator, _trainer
 
 # torch's own, while it traces an autograd function

@@ -15,9 +15,9 @@ from test_data import refused, run
 from torch import Tensor
 
 import adaptivit
-from adaptivit import exporting
 from adaptivit.backbones import timm_vit
 from adaptivit.errors import UserError
+from adaptivit.execution import export
 from adaptivit.forward import forward
 from adaptivit.layouts.padded import Cropped
 
@@ -90,21 +90,21 @@ def test_skips_are_refused() -> None:
     [("aht", "auto", "ragged"), ("tome", "auto", "topk"), ("aht", "masked", "masked"), ("static", "auto", "topk")],
 )
 def test_kinds(policy: str, asked: str, got: str) -> None:
-    assert exporting.choose(tiny(policy), asked) == got
+    assert export.choose(tiny(policy), asked) == got
 
 
 def test_kinds_that_a_policy_does_not_have() -> None:
     with pytest.raises(UserError, match=r"aht keeps more tokens of some images.*expected ragged or masked, got topk"):
-        exporting.choose(tiny("aht"), "topk")
+        export.choose(tiny("aht"), "topk")
     with pytest.raises(UserError, match=r"tome keeps as many tokens.*expected topk or masked, got ragged"):
-        exporting.choose(tiny("tome"), "ragged")
+        export.choose(tiny("tome"), "ragged")
     with pytest.raises(UserError, match="Did you mean 'ragged'"):
-        exporting.choose(tiny("aht"), "raged")
+        export.choose(tiny("aht"), "raged")
     with pytest.raises(UserError, match="Unknown format"):
         adaptivit.export(tiny("aht"), "x", format="onxx")
     replay = adaptivit.create(tiny().vit, "replay", trace=random_trace(["none"] * 18, 0))
     with pytest.raises(UserError, match="replay belongs to one batch"):
-        exporting.choose(replay, "auto")
+        export.choose(replay, "auto")
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_a_file_is_at_the_budget_of_the_model(policy: str, tmp_path: Path) -> No
     with torch.no_grad():
         expected, (logits, depth) = model(images), again(images)
     assert expected.macs.mean() < 0.9 * dear
-    assert exporting.about(model, "masked")["budget"] == "-30%"
+    assert export.about(model, "masked")["budget"] == "-30%"
     assert_close(logits, expected.logits, 1e-4)
     assert torch.equal(depth, expected.trace.depth)
 
@@ -179,8 +179,8 @@ def test_a_file_is_at_the_budget_of_the_model(policy: str, tmp_path: Path) -> No
 @pytest.fixture
 def instant(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Exporters that only say that they ran."""
-    monkeypatch.setattr(exporting, "trace", lambda program: program)
-    monkeypatch.setattr(exporting, "_as_pt2", lambda *_: b"file")
+    monkeypatch.setattr(export, "trace", lambda program: program)
+    monkeypatch.setattr(export, "_as_pt2", lambda *_: b"file")
     return monkeypatch
 
 
@@ -201,7 +201,7 @@ def test_a_file_that_says_something_else_is_refused(wrong: Any, said: str, insta
         out = model(images)
         return wrong(out.logits, out.trace.depth)
 
-    instant.setattr(exporting, "run_pt2", lambda _: answer)
+    instant.setattr(export, "run_pt2", lambda _: answer)
     with pytest.raises(UserError, match=said):
         adaptivit.export(model, path, format="pt2", images=pictures(4))
     assert path.read_bytes() == b"before"
@@ -211,7 +211,7 @@ def test_a_file_that_says_something_else_is_refused(wrong: Any, said: str, insta
 def test_a_model_that_is_not_finite_is_no_measure(instant: Any, tmp_path: Path) -> None:
     model = tiny("aht")
     made = lambda images: (torch.zeros(len(images), 10), torch.zeros(len(images), 17))  # noqa: E731
-    instant.setattr(exporting, "run_pt2", lambda _: made)
+    instant.setattr(export, "run_pt2", lambda _: made)
     with pytest.raises(UserError, match="differs from the model by nan"):
         adaptivit.export(model, tmp_path / "model.pt2", format="pt2", images=pictures(4) * torch.nan)
 
@@ -223,7 +223,7 @@ def test_it_is_tried_with_one_image_too(instant: Any, tmp_path: Path) -> None:
         out = model(images)
         return out.logits + (len(images) == 1), out.trace.depth
 
-    instant.setattr(exporting, "run_pt2", lambda _: answer)
+    instant.setattr(export, "run_pt2", lambda _: answer)
     with pytest.raises(UserError, match="differs from the model by 1"):
         adaptivit.export(model, tmp_path / "x", format="pt2", images=pictures(4))
 
@@ -232,7 +232,7 @@ def test_what_an_exporter_cannot_do_is_one_line(instant: Any, tmp_path: Path) ->
     def fails(_: Any) -> None:
         raise RuntimeError("no such\noperator")
 
-    instant.setattr(exporting, "trace", fails)
+    instant.setattr(export, "trace", fails)
     with pytest.raises(UserError, match=r"aht could not be exported as pt2, ragged \(no such\).*Try --kind masked"):
         adaptivit.export(tiny("aht"), tmp_path / "x", format="pt2", images=pictures())
     assert not (tmp_path / "x").exists()
@@ -254,7 +254,7 @@ def test_the_command(instant: Any, tmp_path: Path, capsys: Any) -> None:
         out = model(images, layout="packed")
         return out.logits, out.trace.depth
 
-    instant.setattr(exporting, "run_pt2", lambda _: answer)
+    instant.setattr(export, "run_pt2", lambda _: answer)
     words = ("export", tmp_path / "saved", "--format", "pt2", "--out", tmp_path / "m.pt2")
     assert run(*words) == 0, capsys.readouterr().err
     assert "m.pt2: pt2, ragged" in capsys.readouterr().out
@@ -271,5 +271,5 @@ def test_real_weights_cropped(tmp_path: Path) -> None:
     weights = shared("weights/deit_tiny_patch16_224.safetensors")
     model = adaptivit.create("deit_tiny_patch16_224", "aht", weights=weights, beta=-2.0)
     with torch.no_grad():
-        images = exporting.sample(model)
+        images = export.sample(model)
         assert_same_run(cropped(model, images), model(images, layout="masked"), 1e-3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_fused as others
 import torch
+from adaptivit.budget.curve.control import Turn
 from conftest import random_trace, randomise
 from interpreted import DEVICE, here, on_gpu
 from test_fused import BACKBONES, CONFIG, HALTING, LARGER, REPLAYED, TRACES, assert_near, assert_same, images_of, make
@@ -15,11 +16,10 @@ from test_fused import replaying as replayed
 from torch import Tensor
 
 import adaptivit
-from adaptivit import capture, fused
 from adaptivit.decision import Drop, Merge, Skip
-from adaptivit.dial import Turn
 from adaptivit.errors import UserError
-from adaptivit.folded import Folded
+from adaptivit.execution import cuda_graph, triton
+from adaptivit.execution.norm_fused import Folded
 from adaptivit.kernels import launch
 from adaptivit.kernels.norm_folded import reference_moments
 from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
@@ -36,7 +36,7 @@ NORMS = 2 * CONFIG["depth"]
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of rows is many."""
-    monkeypatch.setattr(fused, "FEW_ROWS", -1)
+    monkeypatch.setattr(triton, "FEW_ROWS", -1)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     found = dict.fromkeys(("norm", "normed", "measured", "linear", "norm_linear"), 0)
 
     def counting(name: str) -> Any:
-        run = getattr(fused, name)
+        run = getattr(triton, name)
 
         def counted(*args: Any) -> Any:
             found[name] += 1
@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return counted
 
     for name in found:
-        monkeypatch.setattr(fused, name, counting(name))
+        monkeypatch.setattr(triton, name, counting(name))
     return found
 
 
@@ -157,12 +157,12 @@ def test_a_plan_that_moves_less_folds_more(calls: dict[str, int]) -> None:
 def test_few_rows_are_not_measured(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """34 rows, of which 20 are expected from the third block on."""
     rows, moments = torch.zeros(3, 16), Moments(torch.zeros(1, 2, 3), 16)
-    assert [fused.foldable(Stream(rows, None, None, n, moments)) for n in (1024, 1025)] == [False, True]
+    assert [triton.foldable(Stream(rows, None, None, n, moments)) for n in (1024, 1025)] == [False, True]
     model = make("aht")
     expected = others.run(model, images_of(), "masked", False)
     plan = Plan(frozenset({1}), (34, 34, 20, 20))
     for few, norms, measured in ((25, 3, 4), (34, 0, 0)):
-        monkeypatch.setattr(fused, "FEW_ROWS", few)
+        monkeypatch.setattr(triton, "FEW_ROWS", few)
         calls.update(dict.fromkeys(calls, 0))
         folded = Folded(model.vit)
         assert_same(run(model, images_of(), "packed", folded, plan), expected)
@@ -214,7 +214,7 @@ def known(kind: type[PackedOnDevice], batch: int = 2, slots: int = 6, width: int
     assert layout.stream().moments is None
     rows = layout.rows.clone()
     layout.put(rows, Moments(torch.zeros(1, 2, len(rows), device=DEVICE), width))
-    assert fused.foldable(layout.stream())
+    assert triton.foldable(layout.stream())
     return layout
 
 
@@ -235,13 +235,13 @@ def test_what_is_known_of_rows_is_forgotten_when_they_change(kind: type[PackedOn
 
     layout = known(kind)
     layout.sit_out(Skip(slot == 3))
-    assert not fused.foldable(layout.stream())
+    assert not triton.foldable(layout.stream())
     layout.come_back()
     assert layout.stream().moments is None
 
     layout = known(kind)
     layout.drop(Drop(slot == 3))
-    assert not fused.foldable(layout.stream())
+    assert not triton.foldable(layout.stream())
     layout.put(layout.rows)
     assert layout.stream().moments is None
 
@@ -263,7 +263,7 @@ def test_what_is_known_of_rows_is_forgotten_when_they_change(kind: type[PackedOn
     layout = known(kind)
     layout.plan = Plan(frozenset())
     layout.drop(Drop(slot == 3))
-    assert fused.foldable(layout.stream())  # the rows stay where they are
+    assert triton.foldable(layout.stream())  # the rows stay where they are
     assert Ending(layout).stream().moments is None
 
 
@@ -280,14 +280,14 @@ class Replay:
 def test_a_captured_call_sees_changed_weights(calls: dict[str, int]) -> None:
     """But for the graph itself."""
     model, images = make("aht"), images_of()
-    captured = capture.Captured.__new__(capture.Captured)
+    captured = cuda_graph.Captured.__new__(cuda_graph.Captured)
     folded = settled(model)
     pattern = run(model, images, "packed", None)
-    made = [t.clone() for t in capture._tensors(pattern, capture._masks(pattern)[0])]
+    made = [t.clone() for t in cuda_graph._tensors(pattern, cuda_graph._masks(pattern)[0])]
 
     def step() -> None:
         output = run(model, captured._images, "packed", folded)
-        for held, now in zip(made, capture._tensors(output, capture._masks(output)[0]), strict=True):
+        for held, now in zip(made, cuda_graph._tensors(output, cuda_graph._masks(output)[0]), strict=True):
             held.copy_(now)
 
     captured.model, captured.batch, captured._images = model, 2, images.clone()
@@ -333,10 +333,10 @@ def test_a_captured_pass_is_one_graph(case: str) -> None:
     with torch.inference_mode():
         launch.on_cpu = True
         choice = model._choose(layout, images_of().device)
-        first, _ = capture._masks(model._run(choice, images_of(), folded=folded))
+        first, _ = cuda_graph._masks(model._run(choice, images_of(), folded=folded))
 
         def step(images: Tensor) -> list[Tensor]:
-            return capture._tensors(model._run(choice, images, folded=folded), first)
+            return cuda_graph._tensors(model._run(choice, images, folded=folded), first)
 
         compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
         compiled(images_of())

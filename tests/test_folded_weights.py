@@ -15,9 +15,9 @@ from test_folded import run, settled
 from test_fused import assert_same, images_of, make
 from test_fused import run as plain
 
-from adaptivit import folded as folding
 from adaptivit.errors import UserError
-from adaptivit.folded import Folded, possible
+from adaptivit.execution import norm_fused as folding
+from adaptivit.execution.norm_fused import Folded, possible
 from adaptivit.model import AdaptiveViT
 
 pytestmark = others.pytestmark

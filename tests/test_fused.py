@@ -18,9 +18,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit import capture, fused, layouts, schedule
+from adaptivit import layouts
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
+from adaptivit.execution import cuda_graph, row_schedule, triton
 from adaptivit.kernels import launch, ragged_attention
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, Plan
 from adaptivit.model import AdaptiveViT
@@ -192,7 +193,7 @@ def test_merging_backbones(case: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "registers", "average"])
 def test_norms_apart_from_their_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with many rows."""
-    monkeypatch.setattr(fused, "FEW_ROWS", 0)
+    monkeypatch.setattr(triton, "FEW_ROWS", 0)
     check(make("evit", BACKBONES[kind]), images_of(), ("gathered",))
     check(make("aht", BACKBONES[kind]), images_of())
 
@@ -340,7 +341,7 @@ def test_refused_models_run_without(what: str) -> None:
     model = make("aht", change)
     launch.on_cpu = True
     with torch.inference_mode():
-        said = fused.refusal(model.vit, torch.float32, torch.device(DEVICE))
+        said = triton.refusal(model.vit, torch.float32, torch.device(DEVICE))
         assert said is not None
         assert reason in said
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
@@ -362,7 +363,7 @@ def test_other_norms(layer: Any) -> None:
     model = adaptivit.create(vit, "aht", **HALTING).to(DEVICE).eval()
     launch.on_cpu = True
     with torch.inference_mode():
-        said = fused.refusal(vit, torch.float32, torch.device(DEVICE))
+        said = triton.refusal(vit, torch.float32, torch.device(DEVICE))
         assert layer is not RmsNorm or "norms are RmsNorm" in str(said)
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
 
@@ -371,14 +372,14 @@ def test_other_norms(layer: Any) -> None:
 def test_refusals_that_are_not_the_models() -> None:
     vit, device = make().vit, torch.device(DEVICE)
     launch.on_cpu = True
-    assert "gradients are on" in str(fused.refusal(vit, torch.float32, device))
+    assert "gradients are on" in str(triton.refusal(vit, torch.float32, device))
     with torch.inference_mode():
-        assert fused.refusal(vit, torch.float32, device) is None
-        assert "float64" in str(fused.refusal(vit, torch.float64, device))
+        assert triton.refusal(vit, torch.float32, device) is None
+        assert "float64" in str(triton.refusal(vit, torch.float64, device))
         with torch.autocast(DEVICE, torch.bfloat16):
-            assert "autocast is on" in str(fused.refusal(vit, torch.float32, device))
+            assert "autocast is on" in str(triton.refusal(vit, torch.float32, device))
         launch.on_cpu = False
-        assert "no GPU" in str(fused.refusal(vit, torch.float32, torch.device("cpu")))
+        assert "no GPU" in str(triton.refusal(vit, torch.float32, torch.device("cpu")))
 
 
 @here
@@ -421,10 +422,10 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
         choice = model._choose("auto", images_of().device)
         assert choice.fused
 
-        first, _ = capture._masks(model._run(choice, images_of(), plan=Plan(moves)))
+        first, _ = cuda_graph._masks(model._run(choice, images_of(), plan=Plan(moves)))
 
         def step(images: Tensor) -> list[Tensor]:
-            return capture._tensors(model._run(choice, images, plan=Plan(moves)), first)
+            return cuda_graph._tensors(model._run(choice, images, plan=Plan(moves)), first)
 
         compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
         compiled(images_of())
@@ -440,7 +441,7 @@ def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.Monkey
     """Every pass that is timed runs: one block and four, at every number of rows of a profile, with masks, and with a
     move between them. Each pass here takes as long as it has norms of their own."""
     passes, norms, masks = [], [0], []
-    apart, attend = fused.norm, ragged_attention.attend
+    apart, attend = triton.norm, ragged_attention.attend
 
     def seen(*args: Any) -> Any:
         masks.append(len(args) > 5 and args[5] is not None and args[5].dtype == torch.bool)
@@ -456,12 +457,12 @@ def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.Monkey
         passes.append(norms[0])
         return float(norms[0])
 
-    monkeypatch.setattr(fused, "norm", counted)
+    monkeypatch.setattr(triton, "norm", counted)
     monkeypatch.setattr(ragged_attention, "attend", seen)
-    monkeypatch.setattr(fused, "FEW_ROWS", -1)
-    monkeypatch.setattr(schedule, "_replayed", clock)
+    monkeypatch.setattr(triton, "FEW_ROWS", -1)
+    monkeypatch.setattr(row_schedule, "_replayed", clock)
     launch.on_cpu = True
-    times = schedule.measure(make("aht"), 2, [40.0, 34.0, 16.4, 15.8, 0.2], folds)
+    times = row_schedule.measure(make("aht"), 2, [40.0, 34.0, 16.4, 15.8, 0.2], folds)
     assert times.rows == (2, 16, 34)  # of 17 slots each
     assert passes == ([1, 1] * 6 + [1, 4] if folds else [2, 8] * 7)
     assert times.block == times.masked == ((0,) * 3 if folds else (2,) * 3)
@@ -476,8 +477,8 @@ def test_a_captured_answer_has_the_figures_of_its_images(case: str) -> None:
     model = make(case)
     first = run(model, images_of(batch=3), "auto", False)
     second = run(model, images_of(batch=3, seed=1), "auto", False)
-    made = [tensor.clone() for tensor in capture._tensors(second, capture._masks(first)[0])]
-    found, expected = capture._answer(first, made, 2), run(model, images_of(batch=3, seed=1)[:2], "auto", False)
+    made = [tensor.clone() for tensor in cuda_graph._tensors(second, cuda_graph._masks(first)[0])]
+    found, expected = cuda_graph._answer(first, made, 2), run(model, images_of(batch=3, seed=1)[:2], "auto", False)
     for tensor in made:
         tensor.zero_()
     for name, macs in expected.parts.items():
@@ -494,9 +495,9 @@ def test_a_captured_answer_of_a_part_of_its_batch(case: str, images: int, same: 
     output = run(model, images_of(batch=3), "auto", False)
     if not same:
         output = replace(output, features=output.features.double())
-    made = [tensor.clone() for tensor in capture._tensors(output, capture._masks(output)[0])]
+    made = [tensor.clone() for tensor in cuda_graph._tensors(output, cuda_graph._masks(output)[0])]
     assert len(made) == (2 if same else 3)
-    found = capture._answer(output, made, images)
+    found = cuda_graph._answer(output, made, images)
     for tensor in made:
         tensor.zero_()
     for name in ("logits", "features"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import test_kernels
 import torch
+from adaptivit.budget.curve.control import Turn
 from conftest import randomise
 from interpreted import DEVICE, here
 from test_fused import CONFIG, HALTING, assert_same, images_of, run
@@ -14,9 +15,8 @@ from test_kernels import TOLERANCE, assert_near, double, dtypes, noise
 from torch._subclasses import FakeTensorMode
 
 import adaptivit
-from adaptivit import fused
 from adaptivit.decision import Drop, Merge, Skip
-from adaptivit.dial import Turn
+from adaptivit.execution import triton
 from adaptivit.kernels import halting_gate, launch, norm_linear, pack_index
 from adaptivit.layouts import PackedOnDevice, Plan
 from adaptivit.policies.aht import AHT
@@ -125,13 +125,13 @@ def test_the_operation_tells_its_shapes() -> None:
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for every product that has decided."""
     found: list[int] = []
-    real = fused.norm_linear_gated
+    real = triton.norm_linear_gated
 
     def counted(*args: Any) -> Any:
         found.append(len(found))
         return real(*args)
 
-    monkeypatch.setattr(fused, "norm_linear_gated", counted)
+    monkeypatch.setattr(triton, "norm_linear_gated", counted)
     return found
 
 
@@ -186,7 +186,7 @@ def test_all_prefix_tokens_stay(backbone: dict[str, Any], gated: list[int]) -> N
 @here
 def test_few_rows_then_many(gated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a gate has said of rows holds until somebody else decides."""
-    monkeypatch.setattr(fused, "FEW_ROWS", 25)
+    monkeypatch.setattr(triton, "FEW_ROWS", 25)
     model, images = model_of({}), images_of()
     plan = Plan(frozenset(), (20, 34, 34, 34))
     assert_same(run(model, images, "packed", True, plan=plan), run(model, images, "masked", False))
@@ -260,7 +260,7 @@ def test_a_limit_may_make_others_leave(gated: list[int]) -> None:
 
 @here
 def test_many_rows_are_decided_apart(gated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "FEW_ROWS", -1)
+    monkeypatch.setattr(triton, "FEW_ROWS", -1)
     model, images = model_of({}), images_of()
     assert_same(run(model, images, "packed", True), run(model, images, "masked", False))
     assert not gated

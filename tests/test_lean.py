@@ -12,8 +12,8 @@ from conftest import TINY, assert_close, assert_same_run, pictures, random_trace
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit import lean
 from adaptivit.backbones import timm_vit
+from adaptivit.execution import cpu as lean
 from adaptivit.layouts import packed
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output

@@ -11,7 +11,7 @@ from interpreted import here
 from test_fused import CONFIG, images_of, make
 from torch import Tensor
 
-from adaptivit import capture, fused
+from adaptivit.execution import cuda_graph, triton
 from adaptivit.layouts import Plan
 
 pytestmark = test_folded.pytestmark
@@ -26,7 +26,7 @@ def test_qkv_and_hidden_layer_take_blocks_of_one_size(few: int, ratio: float, mo
     sizes: dict[str, set[tuple[int, float]]] = {}
 
     def noting(name: str) -> Any:
-        kernel = getattr(fused, name)
+        kernel = getattr(triton, name)
 
         def noted(*args: Any) -> Any:
             made = kernel(*args)
@@ -38,8 +38,8 @@ def test_qkv_and_hidden_layer_take_blocks_of_one_size(few: int, ratio: float, mo
         return noted
 
     for name in ("linear", "normed", "norm_linear", "norm_linear_gated"):
-        monkeypatch.setattr(fused, name, noting(name))
-    monkeypatch.setattr(fused, "FEW_ROWS", few)
+        monkeypatch.setattr(triton, name, noting(name))
+    monkeypatch.setattr(triton, "FEW_ROWS", few)
     model, plan = make("aht", {"mlp_ratio": ratio}), Plan(frozenset({1}), (34, 34, 20, 20))
     test_folded.run(model, images_of(), "packed", test_folded.settled(model, plan=plan), plan)
     widths = {96, int(32 * ratio)}
@@ -57,7 +57,7 @@ def test_room_for_images_is_no_more_than_the_allocator_needs(mib: float, held: f
         torch.zeros(1, dtype=dtype),
         (2, 3, int(mib * 2**20) // 6 // torch.zeros(1, dtype=dtype).element_size()),
     )
-    found = capture._room(shape, like)
+    found = cuda_graph._room(shape, like)
     assert (found.shape, found.dtype) == (shape, dtype)
     assert found.is_contiguous()
     assert not found.any()
@@ -66,6 +66,6 @@ def test_room_for_images_is_no_more_than_the_allocator_needs(mib: float, held: f
 
 @pytest.mark.parametrize(("size", "blocks"), [(5 * 2**20, 4), (5 * 2**20 - 1, 0)])
 def test_blocks_are_set_apart_where_the_allocator_would_cut_larger_ones(size: int, blocks: int) -> None:
-    found = capture._set_rows_apart(size, torch.zeros(1, dtype=torch.bfloat16))
+    found = cuda_graph._set_rows_apart(size, torch.zeros(1, dtype=torch.bfloat16))
     assert [t.numel() for t in found] == [size] * blocks + [2**20] * (blocks > 0)
     assert all(t.dtype == torch.bfloat16 for t in found)

@@ -10,9 +10,10 @@ import torch
 from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
-from adaptivit import lean, profiles
+from adaptivit import profiles
 from adaptivit.backbones import timm_vit
 from adaptivit.decision import Drop, Step, Trace
+from adaptivit.execution import cpu
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies.static import Static
 
@@ -43,7 +44,7 @@ LOUD: dict[str, tuple[str, dict[str, Any]]] = {
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every MLP that ran."""
     rows: list[int] = []
-    for owner in (timm_vit, lean):
+    for owner in (timm_vit, cpu):
         inner = owner.mlp
 
         def run(block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:

@@ -12,11 +12,11 @@ from conftest import assert_close, pictures, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptivit import fused, schedule
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
+from adaptivit.execution import row_schedule, triton
+from adaptivit.execution.row_schedule import Times, choose, expected_rows, live_rows, plan
 from adaptivit.layouts import Plan
-from adaptivit.schedule import Times, choose, expected_rows, live_rows, plan
 
 L = 6
 
@@ -139,7 +139,7 @@ def test_shares_that_are_none(model: Any, shares: list[float]) -> None:
 
 # -- plans ----------------------------------------------------------------------------------------------------------
 def test_a_plan_without_a_profile(model: Any) -> None:
-    most = fused.FEW_ROWS // model.shape.tokens
+    most = triton.FEW_ROWS // model.shape.tokens
     assert plan(model, 1, None) == plan(model, most, None) == Plan(moves=frozenset())
     assert plan(model, most + 1, None) == Plan(moves=None)
 
@@ -152,7 +152,7 @@ def test_a_plan_with_a_profile(model: Any, monkeypatch: pytest.MonkeyPatch, move
         asked.append(given)
         return times
 
-    monkeypatch.setattr(schedule, "measure", measure)
+    monkeypatch.setattr(row_schedule, "measure", measure)
     shares = [1.0, 1.0, 0.5, 0.25, 0.25, 0.1]
     made = plan(model, 8, shares, fold_norms=True)
     live = [8 * 17 * share for share in shares]

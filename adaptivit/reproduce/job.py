@@ -19,10 +19,10 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import budget as budgets
 from .. import data
 from ..arrays import evaluation_images
 from ..bench_config import CompareConfig
+from ..budget import curve as budgets
 from ..commands import device_of
 from ..compare import measure
 from ..compare_plan import Entry

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import budget as budgets
-from .. import dial
-from ..budget import Budget
+from ..budget import control
+from ..budget import curve as budgets
+from ..budget.curve import Budget
 from ..cost import CostModel
 from ..errors import UserError
 from ..model import AdaptiveViT
@@ -126,7 +126,7 @@ class Batcher:
         if given is None:
             return None
         made = budgets.parse(given)
-        dial.settle(self.model, made, self.device)
+        control.settle(self.model, made, self.device)
         return made
 
     def expected(self, budget: Budget | None) -> float:

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from PIL import Image
 from torch import Tensor
 
-from ..budget import Budget
+from ..budget.curve import Budget
 from ..factory import create
 from ..model import AdaptiveViT
 from ..report import STYLE

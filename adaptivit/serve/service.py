@@ -15,7 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
-from ..budget import Budget
+from ..budget.curve import Budget
 from ..errors import UserError
 from ..model import AdaptiveViT
 from ..serve_config import Limits

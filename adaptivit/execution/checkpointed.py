@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .backbones import timm_vit
-from .backbones.timm_vit import Taps
-from .layouts import Layout
+from ..backbones import timm_vit
+from ..backbones.timm_vit import Taps
+from ..layouts import Layout
 
 embed = timm_vit.embed
 

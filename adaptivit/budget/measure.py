@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import budget as budgets
-from . import dial
-from .budget import Budget, Calibration, Latency, Point, falling
-from .cost import CostModel
-from .dial import Turn, fixes_counts
-from .errors import UserError
-from .output import Output
-from .utils.hardware import device_name
+from ..cost import CostModel
+from ..errors import UserError
+from ..output import Output
+from ..utils.hardware import device_name
+from . import control
+from . import curve as budgets
+from .control import Turn, fixes_counts
+from .curve import Budget, Calibration, Latency, Point, falling
 
 if TYPE_CHECKING:
-    from .model import AdaptiveViT
+    from ..model import AdaptiveViT
 
 COARSE = 0.045  # of static's MACs
 MOST = 400  # positions
@@ -219,7 +219,7 @@ def check(
     progress: Progress | None = None,
 ) -> list[Check]:
     """What these budgets cost in the mean over images [n, C, H, W] (or batches of them)."""
-    curve, device = dial.curve(model, "check"), device_name(next(model.parameters()).device)
+    curve, device = control.curve(model, "check"), device_name(next(model.parameters()).device)
     wanted = [budgets.parse(one) for one in asked]
     targets = [(one.text, curve.position(one, device), curve.wanted(one, device)) for one in wanted if not one.free]
     batches = _batches(model, images, batch_size)
@@ -239,7 +239,7 @@ def _counted(progress: Progress, total: int) -> Callable[[], None]:
 # -- milliseconds ----------------------------------------------------------------------------------------------------
 def _timed(model: AdaptiveViT, made: Calibration, batches: Sequence[Tensor], batch: int) -> Calibration:
     """The curve with the time of a batch at some of its points, measured in turns on the model's device."""
-    from .timing import interleaved
+    from ..timing import interleaved
 
     weight = next(model.parameters())
     images = torch.cat([b[:batch] for b in batches[: max(1, batch)]])

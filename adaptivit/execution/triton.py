@@ -20,16 +20,16 @@ from timm.layers import LayerScale
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from .backbones import timm_vit
-from .backbones.timm_vit import Taps
-from .kernels.launch import usable
-from .kernels.linear import linear
-from .kernels.norm import norm
-from .kernels.norm_folded import measured, normed, piece
-from .kernels.norm_linear import norm_linear, norm_linear_gated, split
-from .kernels.patch_embed import patches
-from .layouts import PackedOnDevice
-from .layouts.base import Moments, Stream
+from ..backbones import timm_vit
+from ..backbones.timm_vit import Taps
+from ..kernels.launch import usable
+from ..kernels.linear import linear
+from ..kernels.norm import norm
+from ..kernels.norm_folded import measured, normed, piece
+from ..kernels.norm_linear import norm_linear, norm_linear_gated, split
+from ..kernels.patch_embed import patches
+from ..layouts import PackedOnDevice
+from ..layouts.base import Moments, Stream
 
 FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .backbones import timm_vit
-from .backbones.timm_vit import Parts, Taps
-from .layouts import Layout
+from ..backbones import timm_vit
+from ..backbones.timm_vit import Parts, Taps
+from ..layouts import Layout
 
 embed = timm_vit.embed
 _GRAPHS = 64  # of one function: for training, teacher and validation, with and without masks; PyTorch's limit is 8

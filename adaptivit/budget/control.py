@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import budget as budgets
-from .budget import Budget, Calibration, gmacs, meant
-from .cap import minimum
-from .cost import CostModel
-from .decision import Trace
-from .errors import UserError
-from .output import Output
-from .policies.base import Policy
-from .utils.hardware import device_name
+from ..cost import CostModel
+from ..decision import Trace
+from ..errors import UserError
+from ..output import Output
+from ..policies.base import Policy
+from ..utils.hardware import device_name
+from . import curve as budgets
+from .curve import Budget, Calibration, gmacs, meant
+from .limit import minimum
 
 if TYPE_CHECKING:
-    from .model import AdaptiveViT
+    from ..model import AdaptiveViT
 
 Budgets = str | float | Sequence[str | float] | Tensor  # one for all images, or one an image (numbers: MACs)
 

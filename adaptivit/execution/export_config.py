@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .errors import UserError
+from ..errors import UserError
 
 KINDS = ("masked", "topk", "ragged")
 

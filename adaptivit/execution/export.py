@@ -22,16 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import __version__, dial
-from .backbones import timm_vit
-from .errors import UserError, first_line, unknown
+from .. import __version__
+from ..backbones import timm_vit
+from ..budget import control
+from ..errors import UserError, first_line, unknown
+from ..forward import forward
+from ..layouts import Gathered, Layout, Masked
+from ..layouts.padded import Cropped
+from ..model import AdaptiveViT
+from ..policies import spec
+from ..utils.atomic_io import write_bytes
 from .export_config import KINDS
-from .forward import forward
-from .layouts import Gathered, Layout, Masked
-from .layouts.padded import Cropped
-from .model import AdaptiveViT
-from .policies import spec
-from .utils.atomic_io import write_bytes
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Cropped}
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -56,7 +57,7 @@ class Program(nn.Module):
         super().__init__()
         self.model, self.layout = model, LAYOUTS[kind]
         one = torch.zeros(1, model.vit.in_chans, *model.vit.patch_embed.img_size)
-        (turn,) = dial.turns(model, one)
+        (turn,) = control.turns(model, one)
         self.policy = turn.policy
         self.shift, self.limit = (None if t is None else float(t) for t in (turn.shift, turn.limit))
 
@@ -224,7 +225,7 @@ def compare(model: AdaptiveViT, run: Run, images: Tensor, tolerance: float) -> t
 
 def sample(model: AdaptiveViT) -> Tensor:
     """scikit-learn's two photos where the model reads pictures, and as much noise."""
-    from .card import SAMPLES, pictures_for
+    from ..card import SAMPLES, pictures_for
 
     noise = torch.randn(
         2, model.vit.in_chans, *model.vit.patch_embed.img_size, generator=torch.Generator().manual_seed(1)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .cost import CostModel
+from ..cost import CostModel
 
 if TYPE_CHECKING:
-    from .policies.base import Policy
+    from ..policies.base import Policy
 
 
 class Cap:

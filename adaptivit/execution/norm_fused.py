@@ -25,13 +25,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from . import fused
-from .backbones.timm_vit import Taps
-from .errors import UserError
-from .fused import Product
-from .kernels.launch import precision
-from .kernels.norm_folded import fold
-from .layouts import PackedOnDevice
+from ..backbones.timm_vit import Taps
+from ..errors import UserError
+from ..kernels.launch import precision
+from ..kernels.norm_folded import fold
+from ..layouts import PackedOnDevice
+from . import triton
+from .triton import Product
 
 _settled: WeakSet[Folded] = WeakSet()
 
@@ -64,7 +64,7 @@ def possible(vit: VisionTransformer) -> bool:
 class Folded:
     """embed, attention and mlp as forward.py calls them, for one model."""
 
-    embed = staticmethod(fused.embed)
+    embed = staticmethod(triton.embed)
 
     def __init__(self, vit: VisionTransformer) -> None:
         self._blocks: Any = vit.blocks
@@ -83,16 +83,16 @@ class Folded:
         layer = layout.layer
         self._mark(layer, "qkv", layout)
         layout.measures = self._measures(layer, "fc1")
-        fused.attention(block, layout, taps, self._products.get((layer, "qkv")), layout.measures)
+        triton.attention(block, layout, taps, self._products.get((layer, "qkv")), layout.measures)
 
     def mlp(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
         layer = layout.layer
         self._mark(layer, "fc1", layout)
         layout.measures = self._measures(layer + 1, "qkv")
-        fused.mlp(block, layout, taps, self._products.get((layer, "fc1")), layout.measures)
+        triton.mlp(block, layout, taps, self._products.get((layer, "fc1")), layout.measures)
 
     def _mark(self, layer: int, name: str, layout: PackedOnDevice) -> None:
-        if self._learns and fused.foldable(layout.stream()):
+        if self._learns and triton.foldable(layout.stream()):
             self._marked.add((layer, name))
 
     def _measures(self, layer: int, name: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 
 FORMS = "'0.8 GMACs', '-33%' (less than static) or '3 ms'"
 STEP = 0.06  # of static's MACs: two neighbours further apart are a step, with nothing between them

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import fused
-from .backbones.timm_vit import Taps
-from .decision import Drop, Trace
-from .errors import UserError
-from .folded import Folded
-from .layouts import PackedOnDevice, Plan
+from ..backbones.timm_vit import Taps
+from ..decision import Drop, Trace
+from ..errors import UserError
+from ..layouts import PackedOnDevice, Plan
+from . import triton
+from .norm_fused import Folded
 
 if TYPE_CHECKING:
-    from .model import AdaptiveViT
+    from ..model import AdaptiveViT
 
 BLOCKS = 4  # so many are timed against one
 LEAST, MOST, ENOUGH = 5, 20, 0.05  # replays of a graph, and seconds that they may take
@@ -109,7 +109,7 @@ def plan(
 
     fold_norms: norms will be worked into products where rows stay (folded.py)."""
     if profile is None:
-        few = batch * model.shape.tokens <= fused.FEW_ROWS
+        few = batch * model.shape.tokens <= triton.FEW_ROWS
         return Plan(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
     moves = choose(live, measure(model, batch, live, fold_norms))
@@ -135,7 +135,7 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: b
         if kind == "masks":
             layout.plan = Plan(frozenset(), layout.plan.rows)
             layout.drop(Drop(slot >= max(count - 1, 1)))
-            if batch * count <= fused.FEW_ROWS:  # a mask for rows comes with the decision (ops/gate.py)
+            if batch * count <= triton.FEW_ROWS:  # a mask for rows comes with the decision (ops/gate.py)
                 layout.know(layout.here, layout.here.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
@@ -145,7 +145,7 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: b
             blocks.mlp(block, layout, Taps())
 
     def time(count: int, kind: str = "") -> float:
-        blocks: Any = fused
+        blocks: Any = triton
         if fold_norms:
             some_of_them: Any = SimpleNamespace(blocks=[block] * BLOCKS)
             blocks = Folded(some_of_them)

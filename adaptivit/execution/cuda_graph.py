@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import schedule
+from ..budget.control import Budgets, Turn, turns
+from ..decision import Trace
+from ..errors import UserError
+from ..kernels.pack_index import joined
+from ..layouts import PackedOnDevice
+from ..output import Output
+from . import row_schedule
 from .compiling import compiled
-from .decision import Trace
-from .dial import Budgets, Turn, turns
-from .errors import UserError
-from .folded import Folded, possible
-from .kernels.pack_index import joined
-from .layouts import PackedOnDevice
-from .output import Output
+from .norm_fused import Folded, possible
 
 if TYPE_CHECKING:
-    from .model import AdaptiveViT
+    from ..model import AdaptiveViT
 
 MIB = 2**20
 
@@ -70,7 +70,7 @@ class Captured:
             self.layout, self.plan = choice.type.name, None
             folds = fold_norms and choice.fused and possible(model.vit)
             if choice.type is PackedOnDevice:
-                self.plan = schedule.plan(model, batch, profile, folds)
+                self.plan = row_schedule.plan(model, batch, profile, folds)
             plan, turn = self.plan, self._first_turn()
             self._turn = turn
             folded = Folded(model.vit) if folds else None

@@ -17,11 +17,11 @@ from timm.layers import LayerScale
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from .backbones import timm_vit
-from .backbones.timm_vit import Taps
-from .fused import patchwise, plain
-from .layouts import Layout
-from .utils.hardware import processor
+from ..backbones import timm_vit
+from ..backbones.timm_vit import Taps
+from ..layouts import Layout
+from ..utils.hardware import processor
+from .triton import patchwise, plain
 
 # Whether a product is given its bias, or gets it afterwards. AMD's processors are 2 to 20 % faster with it inside; for
 # Intel's, where whole passes were timed with it outside, that stays (benchmarks/LOG.md).

@@ -1,0 +1,1 @@
+"""Compute budgets: parsed, measured as a cost curve, applied to a policy, held as a limit."""

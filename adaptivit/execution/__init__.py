@@ -1,0 +1,1 @@
+"""How a block and a pass run: PyTorch, CPU, Triton, compiled, checkpointed, captured, exported."""
