@@ -54,17 +54,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .checkpoint.hub import from_pretrained
+    from .checkpoint.traces import load_trace, save_trace
+    from .create import create, load
     from .decision import Drop, Keep, Merge, Skip, Trace
-    from .dense import features
     from .errors import UserError
+    from .evaluation.dense_features import features
     from .execution.export import export
-    from .factory import create, load
-    from .hub import from_pretrained
     from .model import AdaptiveViT
     from .output import Output
     from .policies import register as register_policy
     from .policies.base import Policy
-    from .trace_file import load_trace, save_trace
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
-from . import __version__, data
+from . import __version__
 from .benchmark_charts import COLUMNS, Row, append, bars, markdown, read, screen, speed_against_macs
 from .benchmark_config import BenchmarkConfig
 from .benchmark_contenders import (
@@ -40,10 +40,11 @@ from .benchmark_contenders import (
 )
 from .commands import device_of
 from .cost import CostModel
+from .create import create
+from .data import dataset
 from .errors import UserError, first_line
-from .factory import create
+from .evaluation.timing import Timing, interleaved
 from .model import AdaptiveViT
-from .timing import Timing, interleaved
 from .utils.atomic_io import write_bytes, write_text
 from .utils.environment import commit
 from .utils.hardware import processor
@@ -284,8 +285,8 @@ def _images(config: BenchmarkConfig, base: AdaptiveViT, batch: int) -> Tensor:
     if config.data is None:
         drawn = torch.Generator().manual_seed(config.seed)
         return torch.randn(batch, base.vit.in_chans, *base.preprocessing.size, generator=drawn)
-    some = data.Images(data.for_evaluation(config.data, "auto").spread(batch), base.preprocessing.evaluation())
-    loaded = next(data.batches(some, data.in_order(len(some), batch)))
+    some = dataset.Images(dataset.for_evaluation(config.data, "auto").spread(batch), base.preprocessing.evaluation())
+    loaded = next(dataset.batches(some, dataset.in_order(len(some), batch)))
     if len(loaded.images) != batch:
         raise UserError(f"data: expected {batch} readable images for a batch, got {len(loaded.images)}: {config.data}.")
     return loaded.images

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from . import profiles
 from .config import _at_least, _size
 from .errors import UserError, unknown
+from .evaluation import halting_profiles
 from .policies import spec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -94,7 +94,7 @@ class BenchmarkConfig:
             if spec.parse(policy)[0] == "replay":
                 raise UserError("policies: a trace is replayed by --profile replay:FILE, not by a policy.")
         for profile in self.profile:
-            profiles.check(profile)
+            halting_profiles.check(profile)
         if "padded" in self.layouts and not self.profile:
             raise UserError("layouts: padded runs a replayed profile alone; add --profile, e.g. --profile 65.")
         if set(self.layouts) == {"padded"} and (self.policies or self.checkpoint):

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import profiles
 from .backbones import timm_vit as backbone
 from .benchmark_config import GRAPH, BenchmarkConfig
+from .create import create, load
 from .decision import Drop, Trace, detached
 from .errors import UserError
-from .factory import create, load
+from .evaluation import halting_profiles
 from .layouts.base import take
 from .model import AdaptiveViT
 from .policies import spec as settings
@@ -106,7 +106,7 @@ def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
         make = partial(_model, config, at, spec)
         found += [Entry(spec, (partial(_on_layout, at, layout, compiled, make),), spec, layout) for layout in compact]
     for profile, trace in at.traces.items():
-        name = "replay " + (Path(profile).stem if profile.startswith(profiles.REPLAY) else profile)
+        name = "replay " + (Path(profile).stem if profile.startswith(halting_profiles.REPLAY) else profile)
         make = partial(_replaying, at, trace)
         found += [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), "replay", x) for x in compact]
         if "padded" in layouts:
@@ -305,4 +305,7 @@ def traces_for(config: BenchmarkConfig, base: AdaptiveViT, batch: int, device: t
     shape = base.shape
     given: dict[str, int] = {"layers": shape.layers, "tokens": shape.tokens, "prefix": shape.prefix}
     names: Sequence[str] = tuple(dict.fromkeys(config.profile))
-    return {name: on_device(profiles.trace_of(name, batch=batch, seed=config.seed, **given), device) for name in names}
+    return {
+        name: on_device(halting_profiles.trace_of(name, batch=batch, seed=config.seed, **given), device)
+        for name in names
+    }

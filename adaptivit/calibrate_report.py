@@ -17,20 +17,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from . import __version__, data
+from . import __version__
 from .budget import control
 from .budget import curve as budgets
 from .budget.curve import Calibration, Point
 from .budget.measure import Check, check
 from .budget.measure import Progress as Progressing
-from .checkpoint import read_config
+from .checkpoint.format import read_config
 from .commands import device_of, signed_percent
 from .config import CalibrateConfig
-from .data import Images, Labelled
+from .create import load
+from .data import dataset
+from .data.dataset import Images, Labelled
 from .errors import DataError
-from .factory import load
+from .evaluation.predict import find_images
 from .model import AdaptiveViT
-from .predict import find_images
 from .utils.atomic_io import new_directory, write_bytes, write_json, write_text
 from .utils.hardware import device_name
 
@@ -93,7 +94,7 @@ def _images(source: str) -> Labelled:
     """Images whose labels do not matter; not the test split where there is another."""
     try:
         npz = source.endswith(".npz") and Path(source).is_file()
-        found = data.unlabelled(Path(source)) if npz else data.splits(source)
+        found = dataset.unlabelled(Path(source)) if npz else dataset.splits(source)
     except DataError:
         if not Path(source).is_dir():
             raise
@@ -112,7 +113,7 @@ def _halves(images: Labelled, limit: int) -> tuple[Labelled, Labelled]:
 
 def _tensors(model: AdaptiveViT, part: Labelled, config: CalibrateConfig) -> list[Tensor]:
     source = Images(part, model.preprocessing.evaluation())
-    batches = data.batches(source, data.in_order(len(source), config.batch_size), config.workers)
+    batches = dataset.batches(source, dataset.in_order(len(source), config.batch_size), config.workers)
     read = [batch.images for batch in batches if len(batch.images)]
     if not read:
         raise DataError(f"{part.source}: no image could be read.")

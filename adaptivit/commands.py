@@ -17,17 +17,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from . import __version__, data
-from . import evaluate as evaluation
-from . import predict as prediction
-from .arrays import evaluation_images
+from . import __version__
 from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
 from .config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
-from .data import Labelled
+from .create import create, load
+from .data import dataset
+from .data.dataset import Labelled
+from .data.gpu_pipeline import evaluation_images
 from .errors import UserError
+from .evaluation import evaluate as evaluation
+from .evaluation import predict as prediction
 from .execution.export_config import ExportConfig
-from .factory import create, load
 from .model import AdaptiveViT
 from .policies import spec
 from .serve_config import DemoConfig, ServeConfig
@@ -108,7 +109,7 @@ def evaluate(config: EvaluateConfig) -> None:
     """adaptivit evaluate"""
     model = build(config.model)
     other = load(config.compare_to).float() if config.compare_to else None
-    labelled = data.for_evaluation(config.data, config.split)
+    labelled = dataset.for_evaluation(config.data, config.split)
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
     for m in filter(None, (model, other)):
@@ -118,7 +119,7 @@ def evaluate(config: EvaluateConfig) -> None:
     if config.precision == "bf16":
         row["flipped_decisions"] = _flips(model, labelled, config)
     Console(width=None if Console().is_terminal else 110).print(_table(row, result))
-    if config.split == "auto" and not {"test", "val"} & set(data.splits(config.data)):
+    if config.split == "auto" and not {"test", "val"} & set(dataset.splits(config.data)):
         print(f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter")
     if result.unreadable:
         print(f"{result.unreadable} images could not be read and were left out")
@@ -142,13 +143,13 @@ def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, wha
     model = model.to(device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     labelled = labelled.for_model(model.vit.num_classes, model.class_names)
     images = evaluation_images(labelled, model.preprocessing, device)
-    order = data.in_order(len(images), config.batch_size)
+    order = dataset.in_order(len(images), config.batch_size)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[top1]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=len(images), top1="")
         return evaluation.evaluate(
             model,
-            data.batches(images, order, config.workers),
+            dataset.batches(images, order, config.workers),
             layout=config.layout,
             device=device,
             progress=lambda done, share: progress.update(task, completed=done, top1=f"top-1 {100 * share:.2f} %"),
@@ -158,7 +159,7 @@ def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, wha
 def _flips(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig) -> float:
     device = device_of(config.device)
     images = evaluation_images(labelled.spread(64), model.preprocessing, device)
-    batch = next(data.batches(images, data.in_order(len(images), 64)))
+    batch = next(dataset.batches(images, dataset.in_order(len(images), 64)))
     return evaluation.flipped_decisions(model, build(config.model).to(device), batch.images.to(device))
 
 
@@ -264,7 +265,7 @@ def predict(config: PredictConfig) -> None:
 
 def export(config: ExportConfig) -> None:
     """adaptivit export"""
-    from .card import pictures_for
+    from .checkpoint.model_card import pictures_for
     from .execution.export import export as write
 
     model = load(config.checkpoint).float()

@@ -21,20 +21,21 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from . import __version__, data
-from .arrays import evaluation_images
+from . import __version__
 from .bench_config import CompareConfig
 from .commands import device_of
 from .compare_plan import Entry, model_of, plan, report_images
 from .compare_results import STATIC, TIMING, TRAINED_ON, Results, Row
 from .compare_table import failures, markdown, points, screen
+from .data import dataset
+from .data.gpu_pipeline import evaluation_images
 from .errors import UserError, first_line
-from .evaluate import Result, evaluate
+from .evaluation.evaluate import Result, evaluate
+from .evaluation.timing import interleaved
 from .methods import full_spec, slug
 from .model import AdaptiveViT
 from .pareto import pareto
 from .policies import spec
-from .timing import interleaved
 from .train import fit
 from .utils.atomic_io import write_bytes, write_text
 from .utils.environment import commit
@@ -104,12 +105,12 @@ def measure(
 def _evaluate(config: CompareConfig, entry: Entry, model: AdaptiveViT, console: Console) -> Result:
     labelled = report_images(config, entry.seed).for_model(model.vit.num_classes, model.class_names)
     images = evaluation_images(labelled, model.preprocessing, device_of(config.device))
-    order = data.in_order(len(images), config.batch_size)
+    order = dataset.in_order(len(images), config.batch_size)
     with _bar(console) as progress:
         task = progress.add_task("evaluate", total=len(images))
         return evaluate(
             model,
-            data.batches(images, order, config.workers),
+            dataset.batches(images, order, config.workers),
             device=device_of(config.device),
             progress=lambda done, _: progress.update(task, completed=done),
         )
@@ -200,7 +201,7 @@ def _take_turns(config: CompareConfig, results: Results, rows: list[Row], consol
         if images is None:
             some = report_images(config, config.seeds[0]).spread(config.timing_batch)
             pictures = evaluation_images(some, model.preprocessing, device)
-            images = next(data.batches(pictures, data.in_order(len(pictures), config.timing_batch))).images
+            images = next(dataset.batches(pictures, dataset.in_order(len(pictures), config.timing_batch))).images
             images = images.to(device, torch.bfloat16 if half else torch.float32)
         model = model.to(device, images.dtype)
         for layout in ("masked", "auto"):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from . import data
 from .bench_config import CompareConfig
 from .compare_results import STATIC, TRAINED_ON
 from .config import TrainConfig
-from .data import Labelled
-from .factory import create, load
+from .create import create, load
+from .data import dataset
+from .data.dataset import Labelled
 from .methods import parse_method, slug
 from .model import AdaptiveViT
 from .policies import spec
@@ -54,16 +54,16 @@ def plan(config: CompareConfig) -> list[Entry]:
 
 def report_images(config: CompareConfig, seed: int) -> Labelled:
     """The images that all methods are judged by; none of them was trained on."""
-    found = data.splits(config.data)
+    found = dataset.splits(config.data)
     wanted = ("test", "val") if config.split == "auto" else (config.split,)
     labelled = next((found[name] for name in wanted if name in found), None)
     if labelled is None and config.split != "test":
         if config.epochs:
-            labelled = data.for_training(config.data, config.val_split, seed)[1]
+            labelled = dataset.for_training(config.data, config.val_split, seed)[1]
         else:
-            labelled = data.for_evaluation(config.data, "auto")
+            labelled = dataset.for_evaluation(config.data, "auto")
     if labelled is None:
-        labelled = data.for_evaluation(config.data, "test")  # says that there is none
+        labelled = dataset.for_evaluation(config.data, "test")  # says that there is none
     return labelled if config.limit is None else labelled.spread(config.limit)
 
 
@@ -73,7 +73,7 @@ def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
         return load(entry.run / "model").float()
     training = entry.training
     policy, values = spec.parse(training.policy)
-    found = data.splits(config.data)
+    found = dataset.splits(config.data)
     some = found.get("val") or found.get("train") or next(iter(found.values()))
     torch.manual_seed(entry.seed)
     model = create(

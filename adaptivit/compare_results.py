@@ -19,7 +19,7 @@ import numpy as np
 
 from .bench_config import CompareConfig
 from .errors import UserError
-from .evaluate import Result, paired_difference
+from .evaluation.evaluate import Result, paired_difference
 from .methods import slug
 from .utils.atomic_io import write_bytes, write_json, write_text
 

@@ -19,6 +19,7 @@ from .budget import control
 from .budget import curve as budgets
 from .budget.curve import Budget, Calibration
 from .cost import CostModel
+from .data.preprocess import Preprocessing
 from .decision import Trace
 from .errors import UserError
 from .execution import checkpointed, compiled, cpu, triton
@@ -28,7 +29,6 @@ from .forward import forward
 from .layouts import Layout, PackedOnDevice, Plan
 from .output import Output
 from .policies.base import Policy
-from .preprocess import Preprocessing
 
 
 class AdaptiveViT(nn.Module):
@@ -234,12 +234,12 @@ class AdaptiveViT(nn.Module):
         images: pictures or their paths, or "samples" for scikit-learn's two photos: the card shows where tokens
         stopped. extra: what config.json is to say beside the model, e.g. results={"validation": ...}.
         """
-        from .checkpoint import save
+        from .checkpoint.format import save
 
         save(self, directory, extra, images)
 
     def push_to_hub(self, repo: str, *, images: Any = "samples", **options: Any) -> str:
         """Save to a repository on the Hugging Face Hub and return its address; options as in hub.push."""
-        from .hub import push
+        from .checkpoint.hub import push
 
         return push(self, repo, images=images, **options)

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from . import __version__
 from .config import QuickstartConfig, TrainConfig
-from .data import Loaded
-from .digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
-from .evaluate import Result, evaluate, paired_difference
-from .factory import create
+from .create import create
+from .data.dataset import Loaded
+from .data.digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
+from .data.preprocess import Preprocessing
+from .evaluation.evaluate import Result, evaluate, paired_difference
 from .model import AdaptiveViT
 from .optimise import adamw
 from .policies import spec
-from .preprocess import Preprocessing
 from .report import Picture, write_report
 from .train import objective
 from .trainer import Trainer

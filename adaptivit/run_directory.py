@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 
-from . import checkpoint, curves, sharding
+from . import curves, sharding
+from .checkpoint import format as checkpoint
 from .config import TrainConfig
 from .errors import NotFiniteError, UserError, WeightsError
-from .evaluate import Result
+from .evaluation.evaluate import Result
 from .objectives import Losses
 from .utils import environment
 from .utils.atomic_io import new_directory, recover, write_bytes, write_json

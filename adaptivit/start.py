@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from . import data
-from .arrays import evaluation_images
-from .checkpoint import read_config
+from .checkpoint.format import read_config
 from .config import TrainConfig
-from .data import Labelled
+from .data import dataset
+from .data.dataset import Labelled
+from .data.gpu_pipeline import evaluation_images
 from .model import AdaptiveViT
 
 
@@ -26,5 +26,5 @@ def calibrate(
     if "beta" in values or trained:
         return None
     images = evaluation_images(some.spread(64), model.preprocessing, device)
-    batch = next(data.batches(images, data.in_order(len(images), 64)))
+    batch = next(dataset.batches(images, dataset.in_order(len(images), 64)))
     return model.policy.calibrate(model, batch.images.to(device), share) if len(batch.labels) else None

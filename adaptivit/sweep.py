@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import data, sweep_report
-from .arrays import evaluation_images
+from . import sweep_report
 from .config import TrainConfig
+from .create import create
+from .data import dataset
+from .data.gpu_pipeline import evaluation_images
 from .errors import UserError, first_line
-from .evaluate import Result, evaluate
-from .factory import create
+from .evaluation.evaluate import Result, evaluate
 from .model import AdaptiveViT
 from .policies import spec
 from .start import calibrate
@@ -58,7 +59,7 @@ def search(config: SweepConfig) -> Record | None:
 
 def _check(config: TrialConfig, keys: set[str]) -> None:
     """Data and model, before anything is written: what is wrong with them is wrong with every trial."""
-    images, val = data.for_training(config.data, config.val_split, config.seed)
+    images, val = dataset.for_training(config.data, config.val_split, config.seed)
     if not keys & {"backbone", "weights", "img_size", "policy"}:
         model = _model(config, len(images.classes))
         if config.epochs == 0 and "epochs" not in keys:
@@ -138,15 +139,15 @@ def _untrained(config: TrialConfig) -> Result:
     from .commands import device_of
 
     torch.manual_seed(config.seed)
-    _, val = data.for_training(config.data, config.val_split, config.seed)
+    _, val = dataset.for_training(config.data, config.val_split, config.seed)
     device = device_of(config.device)
     model = _model(config, len(val.classes)).to(device)
     val = val.for_model(model.vit.num_classes, model.class_names)
     if config.calibrate:
         calibrate(model, spec.parse(config.policy)[1], config, val, device)
     images = evaluation_images(val, model.preprocessing, device)
-    order = data.in_order(len(images), config.batch_size)
-    return evaluate(model, data.batches(images, order, config.workers), device=device)
+    order = dataset.in_order(len(images), config.batch_size)
+    return evaluate(model, dataset.batches(images, order, config.workers), device=device)
 
 
 def _hypervolume(records: list[Record]) -> float:

@@ -21,15 +21,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
-from . import data, sharding
-from .arrays import Source, evaluation_images, training_images
-from .checkpoint import refill
+from . import sharding
+from .checkpoint.format import refill
 from .config import TrainConfig
-from .data import Labelled, Loaded, mix
+from .create import create
+from .data import dataset
+from .data.dataset import Labelled, Loaded, mix
+from .data.gpu_pipeline import Source, evaluation_images, training_images
 from .errors import DataError, UserError, first_line
-from .evaluate import Result, evaluate
+from .evaluation.evaluate import Result, evaluate
 from .execution.compiling import compiled
-from .factory import create
 from .model import AdaptiveViT
 from .objectives import (
     Budget,
@@ -94,7 +95,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
-    train_set, val_set = data.for_training(config.data, config.val_split, config.seed, config.allow_corrupt)
+    train_set, val_set = dataset.for_training(config.data, config.val_split, config.seed, config.allow_corrupt)
     train_set = _readable(train_set, config.allow_corrupt)
     if len(train_set) < config.batch_size:
         raise DataError(
@@ -179,7 +180,7 @@ def _peers(accelerator: Accelerator) -> Iterator[None]:
 @torch.no_grad()
 def _probe(trainer: Trainer, val: Source) -> None:
     """One look at the loss before anything is written: a term that the policy cannot serve is said now."""
-    batch = next(data.batches(val, [[0, len(val) - 1]]))
+    batch = next(dataset.batches(val, [[0, len(val) - 1]]))
     if len(batch.labels):
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
         with trainer.accelerator.autocast():
@@ -295,7 +296,7 @@ def _epoch(
         i for k in range(parts) for i in rows(size, rank * parts + k, world * parts, pairs=trainer.mixup is not None)
     ]
     plan = [[order[n * size + i] for i in mine] for n in range(skip, per_epoch)]
-    for number, batch in enumerate(data.batches(images, plan, config.workers), start=skip):
+    for number, batch in enumerate(dataset.batches(images, plan, config.workers), start=skip):
         if batch.unreadable and not config.allow_corrupt:
             raise DataError(f"Cannot read the image {images.labelled.name(batch.unreadable[0])}.")
         missing = [plan[number - skip].index(i) for i in batch.unreadable]
@@ -305,19 +306,19 @@ def _epoch(
 def validate(trainer: Trainer, val: Source) -> Result:
     """The model that would be saved on the validation images, of which every process takes its share."""
     accelerator = trainer.accelerator
-    order = data.in_order(len(val), trainer.config.batch_size)
+    order = dataset.in_order(len(val), trainer.config.batch_size)
     mine = [batch[accelerator.process_index :: accelerator.num_processes] for batch in order]
     with trainer.whole() as model:
         return evaluate(
             model,
-            data.batches(val, [batch for batch in mine if batch], trainer.config.workers),
+            dataset.batches(val, [batch for batch in mine if batch], trainer.config.workers),
             device=accelerator.device,
             shared=accelerator.num_processes > 1,
         )
 
 
 def _readable(labelled: Labelled, allow_corrupt: bool) -> Labelled:
-    bad = set(data.verify(labelled))
+    bad = set(dataset.verify(labelled))
     if bad and not allow_corrupt:
         raise DataError(
             f"Cannot read the image {labelled.name(min(bad))}"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import sharding
 from .config import TrainConfig
-from .data import Loaded, mix
+from .data.dataset import Loaded, mix
 from .errors import NotFiniteError
 from .model import AdaptiveViT
 from .objectives import Batch, Losses, Objective, Sums

@@ -15,12 +15,12 @@ import time
 
 import torch
 from adaptivit.budget.curve.measure import Check, check
+from adaptivit.data.dataset.dataset import Images
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import data
 from adaptivit.commands import append_csv
-from adaptivit.data import Images
+from adaptivit.data.dataset import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 
@@ -29,8 +29,8 @@ POLICIES = ("aht", "aht:feature=class_row", "avit", "confidence", "evit", "tome"
 
 
 def tensors(folder: str, count: int, transform: object) -> torch.Tensor:
-    images = Images(data.for_evaluation(folder, "auto").spread(count), transform)  # type: ignore[arg-type]
-    return torch.cat([batch.images for batch in data.batches(images, data.in_order(len(images), 64))])
+    images = Images(dataset.for_evaluation(folder, "auto").spread(count), transform)  # type: ignore[arg-type]
+    return torch.cat([batch.images for batch in dataset.batches(images, dataset.in_order(len(images), 64))])
 
 
 def chance(row: Check, seen: int, unseen: int) -> float:

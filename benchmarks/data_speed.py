@@ -26,12 +26,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
+from adaptivit.data.dataset.dataset import Labelled, Loaded
+from adaptivit.data.dataset.gpu_pipeline import Source, training_images
+
 import adaptivit
-from adaptivit import data
-from adaptivit.arrays import Source, training_images
 from adaptivit.commands import append_csv
 from adaptivit.config import TrainConfig
-from adaptivit.data import Labelled, Loaded
+from adaptivit.data.dataset import dataset
 from adaptivit.train import Trainer, _accelerator, _trainer
 from adaptivit.utils.environment import commit
 
@@ -62,7 +63,7 @@ class Contender:
 
 def images_of(options: argparse.Namespace) -> Labelled:
     if options.data:
-        return data.for_training(options.data, 0.1, 0)[0]
+        return dataset.for_training(options.data, 0.1, 0)[0]
     pixels: Any = np.random.default_rng(0).integers(0, 256, (5000, 32, 32, 3), dtype=np.uint8)
     return Labelled("random 32 px", pixels, [i % 100 for i in range(5000)], tuple(map(str, range(100))))
 
@@ -71,7 +72,7 @@ def endless(source: Source, batch: int, workers: int) -> Iterator[Loaded]:
     """Epoch after epoch, in a shuffled order."""
     while True:
         order = torch.randperm(len(source), generator=torch.Generator().manual_seed(source.epoch)).tolist()
-        yield from data.batches(
+        yield from dataset.batches(
             source, [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)], workers
         )
         source.epoch += 1

@@ -24,9 +24,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
+from adaptivit.data.dataset.gpu_pipeline import evaluation_images
+
 import adaptivit
-from adaptivit import data
-from adaptivit.arrays import evaluation_images
+from adaptivit.data.dataset import dataset
 from adaptivit.utils.atomic_io import write_text
 from adaptivit.utils.environment import commit
 from adaptivit.utils.hardware import device_name
@@ -96,11 +97,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/difficulty"))
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    held = data.for_training(given.data, given.val_split, 0)[1].spread(given.images)
+    held = dataset.for_training(given.data, given.val_split, 0)[1].spread(given.images)
     make = {"weights": given.weights, "num_classes": len(held.classes)}
     model = adaptivit.create(given.backbone, "static", **make).to(device).eval()
     source = evaluation_images(held, model.preprocessing, device)
-    batches = list(data.batches(source, data.in_order(len(source), 50), 0))
+    batches = list(dataset.batches(source, dataset.in_order(len(source), 50), 0))
     images = [batch.images.to(device) for batch in batches]
     labels = np.concatenate([np.asarray(batch.labels) for batch in batches])
     tokens = class_tokens(model.vit, images)

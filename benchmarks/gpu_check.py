@@ -18,6 +18,7 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit.decision import Trace
+from adaptivit.evaluation.halting_profiles import drawn_trace
 from adaptivit.kernels import (
     attention,
     attention_scores,
@@ -40,7 +41,6 @@ from adaptivit.kernels import (
 )
 from adaptivit.kernels.merge_score import Worth
 from adaptivit.model import AdaptiveViT
-from adaptivit.profiles import drawn_trace
 
 
 def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:

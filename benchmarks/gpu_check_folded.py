@@ -8,9 +8,9 @@ import torch
 from gpu_report import BOUND, WRONG, attempt, close, noise, rows_of, same
 
 import adaptivit
+from adaptivit.evaluation.halting_profiles import drawn_trace
 from adaptivit.kernels import linear, norm_folded, norm_linear
 from adaptivit.model import AdaptiveViT
-from adaptivit.profiles import drawn_trace
 
 MANY = (100, 3000, 6304, 50000)  # one tile each; float32 has one for all
 

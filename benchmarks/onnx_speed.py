@@ -26,12 +26,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import onnxruntime
+from adaptivit.checkpoint.format.model_card import pictures_for
 
 import adaptivit
-from adaptivit.card import pictures_for
 from adaptivit.commands import append_csv
+from adaptivit.evaluation.predict import find_images
 from adaptivit.execution.export import Run, run_onnx
-from adaptivit.predict import find_images
 
 
 def with_share(args: Any, images: Tensor) -> tuple[Any, Tensor]:

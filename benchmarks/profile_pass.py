@@ -17,8 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import adaptivit
+from adaptivit.evaluation.halting_profiles import PROFILES, trace_of
 from adaptivit.policies import spec as settings
-from adaptivit.profiles import PROFILES, trace_of
 
 PASSES = 5
 

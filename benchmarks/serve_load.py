@@ -31,8 +31,8 @@ import httpx
 import torch
 
 import adaptivit
-from adaptivit import data
 from adaptivit.commands import append_csv
+from adaptivit.data.dataset import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    found = data.for_evaluation(given.images, "auto").spread(given.files)
+    found = dataset.for_evaluation(given.images, "auto").spread(given.files)
     files = [Path(str(item)).read_bytes() for item in found.items]
     failures: list[str] = []
     with contextlib.ExitStack() as stack:

@@ -16,12 +16,12 @@ import time
 from typing import Any
 
 import torch
+from adaptivit.data.dataset.dataset import Images
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import data
 from adaptivit.commands import append_csv
-from adaptivit.data import Images
+from adaptivit.data.dataset import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.serve import Batcher, Job
 from adaptivit.utils.hardware import device_name
@@ -32,8 +32,8 @@ BACKBONE = "deit_tiny_patch16_224"
 def tensors(folder: str, count: int) -> torch.Tensor:
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     steps = [v2.CenterCrop(224), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
-    images = Images(data.for_evaluation(folder, "auto").spread(count), v2.Compose(steps))
-    return torch.cat([batch.images for batch in data.batches(images, data.in_order(len(images), 64))])
+    images = Images(dataset.for_evaluation(folder, "auto").spread(count), v2.Compose(steps))
+    return torch.cat([batch.images for batch in dataset.batches(images, dataset.in_order(len(images), 64))])
 
 
 def full(batcher: Batcher, images: torch.Tensor) -> tuple[float, Any]:

@@ -19,7 +19,7 @@ import adaptivit
 from adaptivit import sweep, sweep_report
 from adaptivit.config import TrainConfig
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
-from adaptivit.evaluate import Result
+from adaptivit.evaluation.evaluate import Result
 from adaptivit.output import Output
 
 # Where Python is told to keep no bytecode, each of the many processes that tests start would compile torch again.

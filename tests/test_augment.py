@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adaptivit.data.dataset.dataset import Images, Labelled
+from adaptivit.data.dataset.gpu_pipeline import OnDevice, evaluation_images, training_images
+from adaptivit.data.dataset.preprocess import Preprocessing
 from conftest import shared
 from PIL import Image
 from test_data import npz, pixels, refused, split_folder, train
@@ -19,12 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from adaptivit import augment, data, mosaics, pixel_ops
-from adaptivit.arrays import OnDevice, evaluation_images, training_images
 from adaptivit.config import TrainConfig
-from adaptivit.data import Images, Labelled
+from adaptivit.data.dataset import dataset, gpu_augment, mosaics, pixel_ops
 from adaptivit.errors import UserError
-from adaptivit.preprocess import Preprocessing
 from adaptivit.train import Trainer
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def config(**given: Any) -> TrainConfig:
 
 
 def batch(source: Any, indices: Any = range(12)) -> Tensor:
-    return next(data.batches(source, [list(indices)])).images
+    return next(dataset.batches(source, [list(indices)])).images
 
 
 def bytes_of(images: Tensor, preprocessing: Preprocessing = PLAIN) -> Tensor:
@@ -93,7 +93,7 @@ def test_training_is_a_crop_a_resize_and_a_mirror_of_pil(source: Any, size: Any,
     some, preprocessing = labelled(size=source), Preprocessing(size, interpolation=kind)
     given = config(augment=how, seed=3)
     there = batch(training_images(some, preprocessing, TrainConfig("", augment=how, seed=3, augment_on="device"), CPU))
-    draws = augment.draw(given, 0, np.arange(12), source, size)
+    draws = gpu_augment.draw(given, 0, np.arange(12), source, size)
     mode = v2.InterpolationMode(kind)
     finish = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
     edge = (source[0] // 8, source[1] // 8) if how == "pad" else (0, 0)
@@ -170,12 +170,12 @@ def reference(name: str, image: Tensor, magnitude: int, sign: int, fill: list[in
     return apply(image, key, level, interpolation=v2.InterpolationMode.NEAREST, fill=filled)
 
 
-@pytest.mark.parametrize("name", augment.RAND)
+@pytest.mark.parametrize("name", gpu_augment.RAND)
 @pytest.mark.parametrize("magnitude", [3, 9, 30])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_randaugment_is_torchvisions(name: str, magnitude: int, sign: int) -> None:
     images = some_bytes(4)
-    code, both = augment._rand_table(magnitude, (24, 20))[augment.RAND.index(name)]
+    code, both = gpu_augment._rand_table(magnitude, (24, 20))[gpu_augment.RAND.index(name)]
     given = torch.tensor(both[0 if sign > 0 else 1], dtype=torch.float32).expand(4, 6)
     if code == pixel_ops.AFFINE:
         there = pixel_ops.affine(images, given, torch.tensor(PLAIN.fill, dtype=torch.float32))
@@ -195,7 +195,7 @@ def test_randaugment_is_torchvisions(name: str, magnitude: int, sign: int) -> No
 def test_a_batch_takes_every_image_through_its_own_operations() -> None:
     """Grouped by operation, slot after slot, it comes to the same as image by image."""
     some, given = labelled(40), config(augment="rand", rand_magnitude=9, color_jitter=0.4, seed=5, augment_on="device")
-    draws = augment.draw(given, 2, np.arange(40), (32, 32), (32, 32))
+    draws = gpu_augment.draw(given, 2, np.arange(40), (32, 32), (32, 32))
     assert set(draws.codes[:, 3:].flatten()) == set(range(10)), "every operation is drawn"
     source = training_images(some, PLAIN, given, CPU)
     source.epoch = 2
@@ -220,21 +220,21 @@ MANY = np.arange(20_000)
 
 
 def test_the_random_numbers_are_spread_evenly_and_do_not_follow_each_other() -> None:
-    u = augment.uniform(0, 0, MANY)
+    u = gpu_augment.uniform(0, 0, MANY)
     assert (u >= 0).all()
     assert (u < 1).all()
     assert np.abs(u.mean(0) - 0.5).max() < 0.01
     assert np.abs(u.var(0) - 1 / 12).max() < 0.005
     together = np.corrcoef(np.concatenate([u[:-1], u[1:]], 1).T) - np.eye(2 * u.shape[1])
     assert np.abs(together).max() < 0.04, "columns and neighbours"
-    for other in (augment.uniform(1, 0, MANY), augment.uniform(0, 1, MANY)):
+    for other in (gpu_augment.uniform(1, 0, MANY), gpu_augment.uniform(0, 1, MANY)):
         assert (other == u).mean() < 1e-3
         assert abs(np.corrcoef(other[:, 0], u[:, 0])[0, 1]) < 0.03
-    assert np.array_equal(augment.uniform(0, 0, MANY[::-7]), u[::-7])
+    assert np.array_equal(gpu_augment.uniform(0, 0, MANY[::-7]), u[::-7])
 
 
 def test_crops_have_the_areas_and_ratios_asked_for() -> None:
-    box = augment.draw(config(augment="crop", crop_scale=0.2), 0, MANY, (64, 64), (32, 32)).box
+    box = gpu_augment.draw(config(augment="crop", crop_scale=0.2), 0, MANY, (64, 64), (32, 32)).box
     top, left, height, width = box.T
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -253,19 +253,19 @@ def test_crops_have_the_areas_and_ratios_asked_for() -> None:
 
 
 def test_a_crop_that_never_fits_is_the_middle_as_in_torchvision() -> None:
-    box = augment.draw(config(augment="crop", crop_scale=1.0), 0, np.arange(50), (10, 40), (32, 32)).box
+    box = gpu_augment.draw(config(augment="crop", crop_scale=1.0), 0, np.arange(50), (10, 40), (32, 32)).box
     assert (box == [0, (40 - 13) // 2, 10, 13]).all()
 
 
 def test_shifts_go_as_far_as_an_eighth_everywhere() -> None:
-    box = augment.draw(config(augment="pad"), 0, MANY, (32, 24), (32, 32)).box
+    box = gpu_augment.draw(config(augment="pad"), 0, MANY, (32, 24), (32, 32)).box
     assert set(box[:, 0]) == set(range(9))
     assert set(box[:, 1]) == set(range(7))
     assert (box[:, 2:] == [32, 24]).all()
 
 
 def test_erasing_takes_rectangles_of_the_right_size_as_often_as_asked() -> None:
-    erase = augment.draw(config(random_erasing=0.3), 0, MANY, (32, 32), (64, 64)).erase
+    erase = gpu_augment.draw(config(random_erasing=0.3), 0, MANY, (32, 32), (64, 64)).erase
     some = erase[erase[:, 2] > 0]
     assert len(some) / len(MANY) == pytest.approx(0.3, abs=0.02)
     share = some[:, 2] * some[:, 3] / 64**2
@@ -274,23 +274,23 @@ def test_erasing_takes_rectangles_of_the_right_size_as_often_as_asked() -> None:
     given = TrainConfig("", augment="none", random_erasing=0.9, augment_on="device")
     images, plain = labelled(), config(augment_on="device")
     there, before = (batch(training_images(images, PLAIN, c, CPU)) for c in (given, plain))
-    erase = augment.draw(given, 0, np.arange(12), (32, 32), (32, 32)).erase
+    erase = gpu_augment.draw(given, 0, np.arange(12), (32, 32), (32, 32)).erase
     for i, (top, left, height, width) in enumerate(erase):
         before[i, :, top : top + height, left : left + width] = 0
     assert torch.equal(there, before)
 
 
 def test_jitter_stays_in_its_range_and_comes_in_every_order() -> None:
-    draws = augment.draw(config(color_jitter=0.4), 0, MANY, (32, 32), (32, 32))
+    draws = gpu_augment.draw(config(color_jitter=0.4), 0, MANY, (32, 32), (32, 32))
     assert 0.6 <= draws.amounts[..., 0].min() < 0.61
     assert 1.39 < draws.amounts[..., 0].max() <= 1.4
     assert len({tuple(c) for c in draws.codes}) == 6
-    assert augment.draw(config(color_jitter=3.0), 0, MANY, (32, 32), (32, 32)).amounts.min() >= 0
+    assert gpu_augment.draw(config(color_jitter=3.0), 0, MANY, (32, 32), (32, 32)).amounts.min() >= 0
 
 
 def test_one_flag_does_not_change_the_draws_of_another() -> None:
-    one = augment.draw(config(augment="crop"), 0, MANY, (32, 32), (32, 32))
-    two = augment.draw(config(augment="rand", random_erasing=0.5, color_jitter=0.1), 0, MANY, (32, 32), (32, 32))
+    one = gpu_augment.draw(config(augment="crop"), 0, MANY, (32, 32), (32, 32))
+    two = gpu_augment.draw(config(augment="rand", random_erasing=0.5, color_jitter=0.1), 0, MANY, (32, 32), (32, 32))
     assert np.array_equal(one.box, two.box)
     assert np.array_equal(one.mirror, two.mirror)
 
@@ -302,7 +302,7 @@ ALL = TrainConfig("", augment="rand", random_erasing=0.5, color_jitter=0.3, seed
 def by_index(order: Any, epoch: int = 3, given: TrainConfig = ALL) -> dict[int, Tensor]:
     source = training_images(labelled(40), PLAIN, given, CPU)
     source.epoch = epoch
-    return {int(i): x for b in data.batches(source, order) for i, x in zip(b.indices, b.images, strict=True)}
+    return {int(i): x for b in dataset.batches(source, order) for i, x in zip(b.indices, b.images, strict=True)}
 
 
 def test_a_picture_depends_on_seed_epoch_and_index_alone() -> None:
@@ -331,7 +331,7 @@ def test_a_picture_depends_on_seed_epoch_and_index_alone() -> None:
 
 
 def test_labels_and_indices_come_along() -> None:
-    found = list(data.batches(training_images(labelled(), PLAIN, ALL, CPU), [[4, 0, 11], [7]]))
+    found = list(dataset.batches(training_images(labelled(), PLAIN, ALL, CPU), [[4, 0, 11], [7]]))
     assert [b.indices.tolist() for b in found] == [[4, 0, 11], [7]]
     assert [b.labels.tolist() for b in found] == [[1, 0, 2], [1]]
     assert [b.unreadable for b in found] == [[], []]
@@ -361,13 +361,13 @@ class NoWait(TorchDispatchMode):
 def test_nothing_waits_for_the_device(given: TrainConfig | None) -> None:
     source = OnDevice(labelled(40), Preprocessing((48, 48)), CPU, given)
     with NoWait():
-        assert len(list(data.batches(source, [list(range(40)), list(range(7))]))) == 2
+        assert len(list(dataset.batches(source, [list(range(40)), list(range(7))]))) == 2
 
 
 @pytest.mark.parametrize("flags", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_mixup_and_cutmix_do_not_wait_either(flags: tuple[float, float]) -> None:
     mixup = Mixup(*flags, label_smoothing=0.0, num_classes=3)
-    found = next(data.batches(OnDevice(labelled(), PLAIN, CPU, ALL), [list(range(12))]))
+    found = next(dataset.batches(OnDevice(labelled(), PLAIN, CPU, ALL), [list(range(12))]))
     with NoWait():
         images, targets = mixup(found.images, found.labels)
     assert images.shape == (12, 3, 32, 32)
@@ -470,8 +470,8 @@ def test_evaluate_says_the_same_for_arrays_and_files(tmp_path: Path) -> None:
     for i, picture in enumerate(x):
         (tmp_path / "in" / "test" / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(tmp_path / "in" / "test" / "abc"[i % 3] / f"{i:02}.png")
-    files = data.for_evaluation(tmp_path / "in", "auto")
-    arrays = data.for_evaluation(tmp_path / "x.npz", "auto")
+    files = dataset.for_evaluation(tmp_path / "in", "auto")
+    arrays = dataset.for_evaluation(tmp_path / "x.npz", "auto")
     order = [int(Path(p).stem) for p in files.items]
     there = batch(OnDevice(arrays, PLAIN, CPU), order)
     assert torch.equal(there, batch(Images(files, PLAIN.evaluation())))

@@ -18,14 +18,15 @@ from PIL import Image
 from test_data import folder, refused, run
 
 import adaptivit
-from adaptivit import benchmark, benchmark_contenders, profiles
+from adaptivit import benchmark, benchmark_contenders
 from adaptivit.benchmark_charts import COLUMNS, Row, append, bars, label, read, speed_against_macs
 from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.benchmark_contenders import BEST, OWN, TIMM, Padded, Product, with_product
 from adaptivit.decision import Drop, Keep, Step, Trace
 from adaptivit.errors import UserError
+from adaptivit.evaluation import halting_profiles
+from adaptivit.evaluation.timing import Timing, interleaved
 from adaptivit.model import AdaptiveViT
-from adaptivit.timing import Timing, interleaved
 
 DEPTH, TOKENS = 6, 17  # of digits_vit at 32 px
 
@@ -171,7 +172,9 @@ def test_when_the_baselines_fail_there_still_are_charts() -> None:
 def test_padding_and_the_patch_product_give_what_masks_give(kind: str) -> None:
     model, images = tiny("static", kind), pictures(4)
     tokens, prefix = model.shape.tokens, model.shape.prefix
-    trace = profiles.drawn_trace(profiles.resampled(profiles.PROFILES["50"], 6), 4, tokens, 3, prefix)
+    trace = halting_profiles.drawn_trace(
+        halting_profiles.resampled(halting_profiles.PROFILES["50"], 6), 4, tokens, 3, prefix
+    )
     live = trace.live
     assert live[-1].min() < live[-1].max() < tokens
     with torch.inference_mode():
@@ -254,21 +257,21 @@ def test_anything_that_can_be_called_is_timed() -> None:
 
 
 # -- profiles -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", profiles.PROFILES)
+@pytest.mark.parametrize("name", halting_profiles.PROFILES)
 def test_profiles_are_resampled_and_drawn_as_they_say(name: str) -> None:
-    profile = profiles.PROFILES[name]
-    assert profiles.resampled(profile, 12) == pytest.approx(profile)
-    assert profiles.resampled(profile, 1) == [1]
+    profile = halting_profiles.PROFILES[name]
+    assert halting_profiles.resampled(profile, 12) == pytest.approx(profile)
+    assert halting_profiles.resampled(profile, 1) == [1]
     for layers in (2, 6, 23, 24):
-        shares = profiles.resampled(profile, layers)
+        shares = halting_profiles.resampled(profile, layers)
         assert (len(shares), shares[0], shares[-1]) == (layers, 1, pytest.approx(profile[-1]))
         assert shares == sorted(shares, reverse=True)
-    assert profiles.resampled(profile, 23)[::2] == pytest.approx(profile)
-    trace = profiles.trace_of(name, layers=12, batch=64, tokens=197, prefix=1, seed=0)
+    assert halting_profiles.resampled(profile, 23)[::2] == pytest.approx(profile)
+    trace = halting_profiles.trace_of(name, layers=12, batch=64, tokens=197, prefix=1, seed=0)
     drawn = trace.attended[:, :, 1:].double().mean((1, 2))
     assert drawn.tolist() == pytest.approx(profile, abs=0.015)
     assert trace.attended[:, :, 0].all()
-    again, other = (profiles.trace_of(name, layers=12, batch=64, tokens=197, prefix=1, seed=s) for s in (0, 1))
+    again, other = (halting_profiles.trace_of(name, layers=12, batch=64, tokens=197, prefix=1, seed=s) for s in (0, 1))
     assert torch.equal(trace.attended, again.attended)
     assert name == "none" or not torch.equal(trace.attended, other.attended)
 

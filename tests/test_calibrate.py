@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from adaptivit.budget.curve.control import Turn
 from adaptivit.budget.curve.curve import Calibration, parse
 from adaptivit.budget.curve.measure import NEAR, check, static_macs
+from adaptivit.data.dataset.dataset import Images
 from conftest import TINY, assert_close, pictures, shared, tiny
 from plain import wild
 from test_conformance import CASES
@@ -24,10 +25,11 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import calibrate_report, data, layouts, timing
+from adaptivit import calibrate_report, layouts
 from adaptivit.budget.curve import control
-from adaptivit.data import Images
+from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError, WeightsError
+from adaptivit.evaluation import timing
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.utils import hardware
 
@@ -147,10 +149,10 @@ def test_static_is_cut_between_blocks() -> None:
 def test_digits() -> None:
     """A model that has learned a little."""
     torch.manual_seed(0)
-    train = data.splits("digits")["train"].spread(320)
+    train = dataset.splits("digits")["train"].spread(320)
     model = adaptivit.create("digits_vit", "aht", straight_through=True, beta=-2.0)
     images = Images(train, model.preprocessing.evaluation())
-    batches = list(data.batches(images, data.in_order(len(images), 64)))
+    batches = list(dataset.batches(images, dataset.in_order(len(images), 64)))
     steps = torch.optim.AdamW(model.parameters(), 1e-3)
     model.train()
     for batch in batches[:3]:
@@ -177,8 +179,8 @@ def test_real_weights() -> None:
     steps = v2.Compose([v2.CenterCrop(224), model.preprocessing.evaluation()])
 
     def some(where: Path) -> Tensor:
-        images = Images(data.for_evaluation(where, "auto").spread(64), steps)
-        return next(data.batches(images, data.in_order(64, 64))).images
+        images = Images(dataset.for_evaluation(where, "auto").spread(64), steps)
+        return next(dataset.batches(images, dataset.in_order(64, 64))).images
 
     curve = model.calibrate(some(seen), "-33%")
     shares = model(some(unseen)).macs / curve.static

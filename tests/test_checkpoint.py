@@ -17,7 +17,8 @@ from test_data import folder, refused, run
 from test_factory import Bomb, same_tensors
 
 import adaptivit
-from adaptivit import card, checkpoint
+from adaptivit.checkpoint.format import format as checkpoint
+from adaptivit.checkpoint.format import model_card
 from adaptivit.errors import DataError, UserError, WeightsError
 from adaptivit.model import AdaptiveViT
 
@@ -431,8 +432,8 @@ def test_the_card_says_what_is_known(tmp_path: Path) -> None:
     assert "| threshold | 0.6 |" in text
     assert "10 classes (a\\|b, &lt;c>, 0," in text
     assert "None are known." in text
-    assert card.PICTURE not in text
-    assert not (tmp_path / "saved" / card.PICTURE).exists()
+    assert model_card.PICTURE not in text
+    assert not (tmp_path / "saved" / model_card.PICTURE).exists()
 
 
 @pytest.mark.parametrize("images", ["samples", "files", "pictures"])
@@ -442,13 +443,13 @@ def test_the_card_shows_where_tokens_stopped(images: str, tmp_path: Path) -> Non
     model = tiny("aht", beta=-1.0).train()
     model.save_pretrained(tmp_path / "saved", images=given[images])
     assert model.training
-    with Image.open(tmp_path / "saved" / card.PICTURE) as picture:
+    with Image.open(tmp_path / "saved" / model_card.PICTURE) as picture:
         assert picture.size[0] > 300
     text = (tmp_path / "saved/README.md").read_text()
-    assert f"]({card.PICTURE})" in text
+    assert f"]({model_card.PICTURE})" in text
     assert ("creativecommons.org" in text) == (images == "samples")
     model.save_pretrained(tmp_path / "saved")  # a picture of other weights does not stay
-    assert not (tmp_path / "saved" / card.PICTURE).exists()
+    assert not (tmp_path / "saved" / model_card.PICTURE).exists()
 
 
 def test_wrong_pictures_are_named_before_anything_is_written(tmp_path: Path) -> None:

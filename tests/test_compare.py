@@ -16,14 +16,15 @@ from PIL import Image
 from test_data import refused, run
 
 import adaptivit
-from adaptivit import compare, compare_table, data
+from adaptivit import compare, compare_table
 from adaptivit.bench_config import CompareConfig
 from adaptivit.compare_plan import plan, report_images
 from adaptivit.compare_results import COLUMNS, TRAINED_ON, Results
 from adaptivit.config import TrainConfig
+from adaptivit.create import create, load
+from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
-from adaptivit.evaluate import Result, evaluate, paired_difference
-from adaptivit.factory import create, load
+from adaptivit.evaluation.evaluate import Result, evaluate, paired_difference
 from adaptivit.methods import slug
 
 SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
@@ -129,9 +130,9 @@ def _config(small: Path, out: Path, **given: Any) -> CompareConfig:
 
 
 def _tested(model: adaptivit.AdaptiveViT, small: Path) -> Result:
-    labelled = data.for_evaluation(small, "test").for_model(model.vit.num_classes, model.class_names)
-    images = data.Images(labelled, model.preprocessing.evaluation())
-    return evaluate(model, data.batches(images, data.in_order(len(images), 8)))
+    labelled = dataset.for_evaluation(small, "test").for_model(model.vit.num_classes, model.class_names)
+    images = dataset.Images(labelled, model.preprocessing.evaluation())
+    return evaluate(model, dataset.batches(images, dataset.in_order(len(images), 8)))
 
 
 def test_without_training_and_with_several_seeds(tmp_path: Path, small: Path) -> None:
@@ -212,7 +213,7 @@ def test_images_of_the_report_were_not_trained_on(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     np.savez(tmp_path / "a.npz", x=draw.integers(0, 255, (20, 8, 8, 3), dtype=np.uint8), y=np.arange(20) % 2)
     config = CompareConfig(data=str(tmp_path / "a.npz"), methods=("avit",), val_split=0.25)
-    train, _ = data.for_training(config.data, 0.25, 5)
+    train, _ = dataset.for_training(config.data, 0.25, 5)
     held = report_images(config, 5)
     assert len(held) == 5
     assert not {i.tobytes() for i in held.items} & {i.tobytes() for i in train.items}

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adaptivit.data.dataset.dataset import Images
+from adaptivit.data.dataset.preprocess import Preprocessing
 from PIL import Image
 
-from adaptivit import data
 from adaptivit.cli import main
 from adaptivit.config import TrainConfig
-from adaptivit.data import Images
+from adaptivit.data.dataset import dataset
 from adaptivit.errors import DataError
-from adaptivit.preprocess import Preprocessing
 
 CLASSES = ("a", "b", "c")
 SMALL = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--epochs", 1, "--log-steps", 1)
@@ -57,8 +57,8 @@ def test_greys_of_16_bits_are_not_white(tmp_path: Path) -> None:
     Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
     with Image.open(tmp_path / "deep.png") as deep:
         assert deep.mode == "I;16"
-        assert (np.asarray(data.rgb(deep)) == grey[..., None]).all()
-    read = data.Labelled("", [tmp_path / "deep.png"], [0], ("a",)).image(0)
+        assert (np.asarray(dataset.rgb(deep)) == grey[..., None]).all()
+    read = dataset.Labelled("", [tmp_path / "deep.png"], [0], ("a",)).image(0)
     assert (np.asarray(read) == grey[..., None]).all()
 
 
@@ -102,55 +102,55 @@ def test_photos_are_turned_upright(tmp_path: Path) -> None:
         stored = upright if transpose is None else upright.transpose(transpose)
         stored.save(tmp_path / "photo.png", exif=exif)
         with Image.open(tmp_path / "photo.png") as photo:
-            assert np.array_equal(np.asarray(data.rgb(photo)), np.asarray(upright)), number
+            assert np.array_equal(np.asarray(dataset.rgb(photo)), np.asarray(upright)), number
 
 
 def test_a_folder_with_splits_is_read_as_it_is(tmp_path: Path) -> None:
     split_folder(tmp_path)
     folder(tmp_path / "test", each=2, seed=2)
-    train_set, val = data.for_training(tmp_path, 0.1, 0)
+    train_set, val = dataset.for_training(tmp_path, 0.1, 0)
     assert (len(train_set), len(val), train_set.classes) == (24, 12, CLASSES)
     assert {Path(p).relative_to(tmp_path).parts[0] for p in train_set.items} == {"train"}
     assert {Path(p).relative_to(tmp_path).parts[0] for p in val.items} == {"val"}
     assert all(CLASSES[y] == Path(p).parent.name for p, y in zip(train_set.items, train_set.labels, strict=True))
-    assert [len(data.for_evaluation(tmp_path, s)) for s in ("auto", "test", "val", "train")] == [6, 6, 12, 24]
+    assert [len(dataset.for_evaluation(tmp_path, s)) for s in ("auto", "test", "val", "train")] == [6, 6, 12, 24]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_plain_folder_is_split_without_overlap(tmp_path: Path, seed: int) -> None:
     folder(tmp_path)
-    train_set, val = data.for_training(tmp_path, 0.25, seed)
+    train_set, val = dataset.for_training(tmp_path, 0.25, seed)
     assert (len(train_set), len(val)) == (18, 6)
     assert not set(train_set.items) & set(val.items)
-    again = data.for_training(tmp_path, 0.25, seed)[1]
+    again = dataset.for_training(tmp_path, 0.25, seed)[1]
     assert again.items == val.items
-    other = data.for_training(tmp_path, 0.25, seed + 1)[1]
+    other = dataset.for_training(tmp_path, 0.25, seed + 1)[1]
     assert other.items != val.items
 
 
 def test_an_npz_as_unpack_cifar100_makes_it(tmp_path: Path) -> None:
     path = npz(tmp_path / "x.npz")
-    train_set, val = data.for_training(path, 0.25, 0)
+    train_set, val = dataset.for_training(path, 0.25, 0)
     assert (len(train_set), len(val), train_set.classes) == (18, 6, CLASSES)
     whole = pixels(24)
     seen = [np.asarray(part.image(i)) for part in (train_set, val) for i in range(len(part))]
     order = [int(np.abs(whole.astype(int) - x).sum((1, 2, 3)).argmin()) for x in seen]
     assert sorted(order) == list(range(24)), "train and val are the training images, each once; no test image"
     assert all(np.array_equal(whole[i], x) for i, x in zip(order, seen, strict=True))
-    test = data.for_evaluation(path, "auto")
+    test = dataset.for_evaluation(path, "auto")
     assert np.array_equal(np.asarray(test.image(2)), pixels(6, seed=1)[2])
 
 
 def test_an_npz_with_grey_images_and_without_names(tmp_path: Path) -> None:
     path = npz(tmp_path / "x.npz", train_x=pixels(24)[..., 0], classes=None, test_x=None, test_y=None)
-    found = data.splits(path)
+    found = dataset.splits(path)
     assert list(found) == ["train"]
     assert found["train"].classes == ("0", "1", "2")
     assert found["train"].image(0).mode == "RGB"
 
 
 def test_spread_takes_images_evenly(tmp_path: Path) -> None:
-    labelled = data.for_evaluation(folder(tmp_path), "auto")
+    labelled = dataset.for_evaluation(folder(tmp_path), "auto")
     assert [labelled.items.index(p) for p in labelled.spread(6).items] == [0, 4, 8, 12, 16, 20]
     assert labelled.spread(99) is labelled
 
@@ -269,24 +269,24 @@ def test_corrupt_images_are_left_out_when_allowed(tmp_path: Path) -> None:
 
 def test_an_unreadable_image_becomes_no_sample(tmp_path: Path) -> None:
     where, named = broken("truncated", tmp_path / "in")
-    labelled = data.for_evaluation(where, "auto")
-    assert [labelled.name(i) for i in data.verify(labelled)] == [named]
-    batches = list(data.batches(Images(labelled, Preprocessing((32, 32)).evaluation()), data.in_order(24, 8)))
+    labelled = dataset.for_evaluation(where, "auto")
+    assert [labelled.name(i) for i in dataset.verify(labelled)] == [named]
+    batches = list(dataset.batches(Images(labelled, Preprocessing((32, 32)).evaluation()), dataset.in_order(24, 8)))
     assert [len(b.labels) for b in batches] == [8, 7, 8]
     assert [b.unreadable for b in batches] == [[], [11], []]
 
 
 def test_no_split_of_that_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no split 'val'"):
-        data.for_evaluation(folder(tmp_path), "val")
+        dataset.for_evaluation(folder(tmp_path), "val")
 
 
 # -- randomness -----------------------------------------------------------------------------------------------------
 def augmented(where: Path, seed: int, epoch: int, workers: int = 0, order: Any = None) -> dict[int, torch.Tensor]:
     config = TrainConfig(data="", augment="rand", random_erasing=0.5)
-    images = Images(data.for_evaluation(where, "auto"), Preprocessing((32, 32)).training(config), seed)
+    images = Images(dataset.for_evaluation(where, "auto"), Preprocessing((32, 32)).training(config), seed)
     images.epoch = epoch
-    found = data.batches(images, order or data.in_order(24, 8), workers)
+    found = dataset.batches(images, order or dataset.in_order(24, 8), workers)
     return {int(i): x for b in found for i, x in zip(b.indices, b.images, strict=True)}
 
 
@@ -307,7 +307,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(tmp_path: Path) -> None:
 
 def test_drawing_a_sample_leaves_the_generator_alone(tmp_path: Path) -> None:
     config = TrainConfig(data="", augment="rand", random_erasing=0.5)
-    images = Images(data.for_evaluation(folder(tmp_path), "auto"), Preprocessing((32, 32)).training(config), 0)
+    images = Images(dataset.for_evaluation(folder(tmp_path), "auto"), Preprocessing((32, 32)).training(config), 0)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -316,6 +316,6 @@ def test_drawing_a_sample_leaves_the_generator_alone(tmp_path: Path) -> None:
 
 
 def test_mix_spreads() -> None:
-    seeds = {data.mix(s, e, i) for s in range(5) for e in range(5) for i in range(40)}
+    seeds = {dataset.mix(s, e, i) for s in range(5) for e in range(5) for i in range(40)}
     assert len(seeds) == 1000
     assert all(0 <= s < 2**63 for s in seeds)

@@ -19,7 +19,8 @@ from conftest import tiny
 from PIL import Image
 from serving import Running, error, files, photo, running
 
-from adaptivit import cli, digits
+from adaptivit import cli
+from adaptivit.data.dataset import digits
 from adaptivit.serve import Service, command, demo_model, page
 
 pytestmark = pytest.mark.xdist_group("demo")  # one service and one browser

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 import timm
 import torch
+from adaptivit.data.dataset.dataset import Images, batches, in_order
 from conftest import shared
 from PIL import Image
 from test_cli import static
 from test_data import SMALL, folder, npz, refused, run, split_folder
 
 import adaptivit
-from adaptivit import commands, data
-from adaptivit.data import Images, batches, in_order
-from adaptivit.evaluate import Result, evaluate, flipped_decisions, paired_difference
+from adaptivit import commands
+from adaptivit.data.dataset import dataset
+from adaptivit.evaluation.evaluate import Result, evaluate, flipped_decisions, paired_difference
 
 TIMM = ["model", "top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation"]
 
@@ -39,12 +40,12 @@ def model_of(policy: str = "static", classes: int = 9, **given: Any) -> adaptivi
     return model
 
 
-def labelled(tmp_path: Path, classes: int = 9) -> data.Labelled:
-    return data.for_evaluation(folder(tmp_path / "in", tuple("abcdefghij"[:classes]), each=3), "auto")
+def labelled(tmp_path: Path, classes: int = 9) -> dataset.Labelled:
+    return dataset.for_evaluation(folder(tmp_path / "in", tuple("abcdefghij"[:classes]), each=3), "auto")
 
 
 def measured(model: adaptivit.AdaptiveViT, images: Images, batch: int = 8, **given: Any) -> Result:
-    return evaluate(model, data.batches(images, data.in_order(len(images), batch)), **given)
+    return evaluate(model, dataset.batches(images, dataset.in_order(len(images), batch)), **given)
 
 
 # -- the figures ----------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def test_plan_gap_and_correlation_against_numpy(tmp_path: Path) -> None:
     result = measured(model, images)
     halts, plans = [], []
     with torch.no_grad():
-        for batch in data.batches(images, data.in_order(len(images), 5)):
+        for batch in dataset.batches(images, dataset.in_order(len(images), 5)):
             facts = model(batch.images, ask={"plan"}).trace.facts
             for stage in range(len(facts["plan"])):
                 chosen = facts["planned"][stage]
@@ -245,7 +246,7 @@ def deit(limit: int) -> tuple[adaptivit.AdaptiveViT, Images]:
     where = shared("data/imagenet/eval")
     weights = shared("weights/deit_tiny_patch16_224.safetensors")
     model = adaptivit.create("deit_tiny_patch16_224", "static", weights=weights)
-    return model, Images(data.for_evaluation(where, "auto").spread(limit), model.preprocessing.evaluation())
+    return model, Images(dataset.for_evaluation(where, "auto").spread(limit), model.preprocessing.evaluation())
 
 
 def test_static_deit_answers_as_timm_does_image_for_image() -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from adaptivit.data.dataset.digits import Digits
 from test_data import refused
 
-from adaptivit import data, digits, policies
+from adaptivit import policies
 from adaptivit.bench_config import CompareConfig
 from adaptivit.config import LOSSES, TrainConfig
-from adaptivit.digits import Digits
+from adaptivit.create import create, load
+from adaptivit.data.dataset import dataset, digits
 from adaptivit.errors import UserError
-from adaptivit.factory import create, load
 from adaptivit.methods import full_spec, parse_method, slug
 from adaptivit.recipes import DEFAULTS, get
 
@@ -96,10 +97,10 @@ def test_names_of_runs_are_unique_and_plain() -> None:
 # -- the embedded data and backbone ---------------------------------------------------------------------------------
 def test_digits_without_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = data.splits("digits")
+    found = dataset.splits("digits")
     assert [(name, len(part)) for name, part in found.items()] == [("train", 7764), ("val", 572), ("test", 1440)]
     model = create("digits_vit", "static")
-    images = data.Images(found["test"], model.preprocessing.evaluation())
+    images = dataset.Images(found["test"], model.preprocessing.evaluation())
     quick = torch.cat([b.images for b in Digits.load().testing()])
     chosen = range(0, 1440, 97)
     seen = torch.stack([x for x in (images[i].image for i in chosen) if x is not None])
@@ -107,7 +108,7 @@ def test_digits_without_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["test"].labels == torch.cat([b.labels for b in Digits.load().testing()]).tolist()
     (tmp_path / "digits").mkdir()
     with pytest.raises(UserError, match="no class folders"):
-        data.splits("digits")
+        dataset.splits("digits")
 
 
 def test_digits_held_out_are_other_digits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from adaptivit.data.dataset.dataset import Loaded
 from conftest import BACKBONES, TINY, pictures, tiny
 from timm.layers import QuickGELU
 from timm.models.vision_transformer import VisionTransformer
 
 import adaptivit
 from adaptivit.backbones.slim import narrow
-from adaptivit.data import Loaded
 from adaptivit.errors import UserError
-from adaptivit.evaluate import evaluate
+from adaptivit.evaluation.evaluate import evaluate
 
 
 def test_it_is_measured_against_the_whole_model(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from rich.console import Console
 from adaptivit import compare_table
 from adaptivit.bench_config import CompareConfig
 from adaptivit.compare_results import COLUMNS
+from adaptivit.create import create
 from adaptivit.errors import UserError
-from adaptivit.factory import create
+from adaptivit.evaluation.timing import interleaved
 from adaptivit.pareto import Point, below_axis, drawn, front, pareto
-from adaptivit.timing import interleaved
 
 
 # -- timing and plot ------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch
 from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
-from adaptivit import profiles
 from adaptivit.backbones import timm_vit
 from adaptivit.decision import Drop, Step, Trace
+from adaptivit.evaluation import halting_profiles
 from adaptivit.execution import cpu
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies.static import Static
@@ -127,7 +127,7 @@ def test_a_head_that_pools_reads_them_all(fed: list[int]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 40])
 def test_replays_leave_them_out_too(batch: int, fed: list[int]) -> None:
-    trace = profiles.drawn_trace([1.0, 0.9, 0.8, 0.6, 0.4, 0.3], batch, 17, seed=batch)
+    trace = halting_profiles.drawn_trace([1.0, 0.9, 0.8, 0.6, 0.4, 0.3], batch, 17, seed=batch)
     model = AdaptiveViT(tiny().vit, "replay", {"trace": trace}).eval()
     whole = run(model, pictures(batch), "masked", fed)
     found = run(model, pictures(batch), "packed", fed)

@@ -28,7 +28,7 @@ from test_data import refused, run
 from test_reproduce_plan import planned
 
 from adaptivit.compare_results import read_correct
-from adaptivit.evaluate import paired_difference
+from adaptivit.evaluation.evaluate import paired_difference
 from adaptivit.reproduce import TABLES, Run, Table, execute, report
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan

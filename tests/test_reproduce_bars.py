@@ -15,7 +15,7 @@ from test_data import run
 from test_reproduce import TINY, launched, words
 
 from adaptivit.compare_results import read_correct
-from adaptivit.evaluate import paired_difference
+from adaptivit.evaluation.evaluate import paired_difference
 from adaptivit.reproduce import OURS, TABLES, Run, Table, bars, report
 from adaptivit.reproduce.plan import ReproduceConfig, plan
 

@@ -23,7 +23,7 @@ from PIL import Image
 from serving import Running, error, files, photo, running, until
 
 import adaptivit
-from adaptivit.predict import predict
+from adaptivit.evaluation.predict import predict
 from adaptivit.serve import Batcher, Job, Service, memory
 from adaptivit.serve.batcher import QueueFull
 

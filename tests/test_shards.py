@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adaptivit.data.dataset.dataset import Images
+from adaptivit.data.dataset.preprocess import Preprocessing
 from conftest import shared
 from PIL import Image
 from test_data import CLASSES, SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
-from adaptivit import data, shards
-from adaptivit.data import Images
+from adaptivit.data.dataset import dataset, webdataset
 from adaptivit.errors import DataError, UserError
-from adaptivit.preprocess import Preprocessing
 from adaptivit.train import Trainer
 
 
@@ -58,7 +58,7 @@ def both(tmp_path: Path) -> tuple[Path, Path]:
     return where, place
 
 
-def assert_same_pictures(a: data.Labelled, b: data.Labelled) -> None:
+def assert_same_pictures(a: dataset.Labelled, b: dataset.Labelled) -> None:
     assert len(a) == len(b)
     assert list(a.labels) == list(b.labels)
     assert a.classes == b.classes
@@ -67,7 +67,7 @@ def assert_same_pictures(a: data.Labelled, b: data.Labelled) -> None:
 
 # -- shards ---------------------------------------------------------------------------------------------------------
 def test_shards_hold_what_the_folder_holds(both: tuple[Path, Path]) -> None:
-    for mine, theirs in zip(data.for_training(both[0], 0.1, 0), data.for_training(both[1], 0.1, 0), strict=True):
+    for mine, theirs in zip(dataset.for_training(both[0], 0.1, 0), dataset.for_training(both[1], 0.1, 0), strict=True):
         assert_same_pictures(mine, theirs)
         some = [5, 0, 9]
         assert_same_pictures(mine.part(some), theirs.part(some))
@@ -76,16 +76,20 @@ def test_shards_hold_what_the_folder_holds(both: tuple[Path, Path]) -> None:
 
 
 def theirs_name(place: Path, index: int) -> str:
-    return data.splits(place)["train"].name(index)
+    return dataset.splits(place)["train"].name(index)
 
 
 def test_a_range_of_shards_is_one_set(both: tuple[Path, Path]) -> None:
-    found = data.splits(f"{both[1]}/train-{{000000..000002}}.tar")
+    found = dataset.splits(f"{both[1]}/train-{{000000..000002}}.tar")
     assert list(found) == ["all"]
     assert len(found["all"]) == 15
-    assert shards.expand("a-{08..11}-{0..1}.tar")[:3] == [Path("a-08-0.tar"), Path("a-08-1.tar"), Path("a-09-0.tar")]
-    assert len(data.splits(both[1] / "train-000001.tar")["all"]) == 5
-    train_set, val = data.for_training(f"{both[1]}/train-{{000000..000004}}.tar", 0.25, 3)
+    assert webdataset.expand("a-{08..11}-{0..1}.tar")[:3] == [
+        Path("a-08-0.tar"),
+        Path("a-08-1.tar"),
+        Path("a-09-0.tar"),
+    ]
+    assert len(dataset.splits(both[1] / "train-000001.tar")["all"]) == 5
+    train_set, val = dataset.for_training(f"{both[1]}/train-{{000000..000004}}.tar", 0.25, 3)
     keys = [{item.key for item in part.items} for part in (train_set, val)]
     assert (len(keys[0]), len(keys[1]), len(keys[0] & keys[1])) == (18, 6, 0)
 
@@ -93,7 +97,7 @@ def test_a_range_of_shards_is_one_set(both: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("label", ["number", "name", "json"])
 def test_labels_as_numbers_names_and_json(tmp_path: Path, label: str) -> None:
     tars(folder(tmp_path / "in"), tmp_path / "out", label=label)
-    found = data.splits(tmp_path / "out")["train"]
+    found = dataset.splits(tmp_path / "out")["train"]
     assert found.classes == (CLASSES if label == "name" else ("0", "1", "2"))
     assert list(found.labels) == [0] * 8 + [1] * 8 + [2] * 8
 
@@ -102,7 +106,7 @@ def test_splits_in_folders_of_their_own(tmp_path: Path) -> None:
     source = folder(tmp_path / "in")
     tars(source, tmp_path / "out" / "train", "x")
     tars(source, tmp_path / "out" / "validation", "y", each=24)
-    assert {k: len(v) for k, v in data.splits(tmp_path / "out").items()} == {"train": 24, "val": 24}
+    assert {k: len(v) for k, v in dataset.splits(tmp_path / "out").items()} == {"train": 24, "val": 24}
 
 
 def test_a_split_that_lacks_the_last_class_has_the_same_classes(tmp_path: Path) -> None:
@@ -111,7 +115,7 @@ def test_a_split_that_lacks_the_last_class_has_the_same_classes(tmp_path: Path) 
     tars(source, tmp_path / "out", "val", each=8)
     for file in sorted((tmp_path / "out").glob("val-*"))[1:]:
         file.unlink()
-    found = data.splits(tmp_path / "out")
+    found = dataset.splits(tmp_path / "out")
     assert found["val"].classes == found["train"].classes == ("0", "1", "2")
 
 
@@ -149,12 +153,12 @@ def test_training_from_shards_is_training_from_the_folder_also_when_cut(
 
 def test_processes_share_shards_without_overlap(both: tuple[Path, Path]) -> None:
     """As train._epoch deals them out: rank::world of every global batch."""
-    labelled = data.splits(both[1])["train"]
+    labelled = dataset.splits(both[1])["train"]
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
     plan = [order[i : i + 8] for i in range(0, 24, 8)]
     source = Images(labelled, Preprocessing((32, 32)).evaluation())
     seen = [
-        [int(i) for b in data.batches(source, [p[rank::2] for p in plan], workers) for i in b.indices]
+        [int(i) for b in dataset.batches(source, [p[rank::2] for p in plan], workers) for i in b.indices]
         for rank, workers in ((0, 0), (1, 2))
     ]
     assert sorted(seen[0] + seen[1]) == list(range(24))
@@ -200,13 +204,13 @@ def test_a_damaged_shard_is_named_or_left_out(both: tuple[Path, Path], tmp_path:
     assert not (tmp_path / "out").exists()
     assert train(both[1], tmp_path / "out", "--policy", "static", "--allow-corrupt") == 0
     assert named in capsys.readouterr().err.replace("\n", "")
-    left = len(data.splits(both[1], allow_corrupt=True)["train"])
+    left = len(dataset.splits(both[1], allow_corrupt=True)["train"])
     assert left in {"cut": (20, 21, 22, 23), "no tar": (19,), "empty": (19,)}.get(kind, (20,))
 
 
 def test_a_damaged_image_in_a_shard_is_named_or_left_out(both: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     file = both[1] / "train-000001.tar"
-    place = data.splits(both[1])["train"].items[6]
+    place = dataset.splits(both[1])["train"].items[6]
     whole = bytearray(file.read_bytes())
     whole[place.offset : place.offset + place.size] = b"\0" * place.size
     file.write_bytes(whole)
@@ -263,7 +267,7 @@ def cifar(place: Path, **changes: Any) -> Path:
 
 
 def test_mosaics_are_cut_into_their_tiles(tmp_path: Path) -> None:
-    found = data.splits(cifar(tmp_path / "in"))
+    found = dataset.splits(cifar(tmp_path / "in"))
     assert {k: v.items.shape for k, v in found.items()} == {"train": (24, 16, 16, 3), "test": (8, 16, 16, 3)}  # type: ignore[attr-defined]
     assert np.array_equal(found["train"].items, pixels(24, 16))
     assert np.array_equal(found["test"].items, pixels(8, 16, seed=1))
@@ -278,15 +282,15 @@ def test_bad_mosaics_are_refused(tmp_path: Path) -> None:
         ("empty", {"train_y": np.zeros(0, int)}, "no 0 equal squares"),
     ):
         with pytest.raises(DataError, match=said):
-            data.splits(cifar(tmp_path / name, **changes))
+            dataset.splits(cifar(tmp_path / name, **changes))
     place = cifar(tmp_path / "damaged")
     (place / "train_01.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"mosaic .*train_01.png"):
-        data.splits(place)
+        dataset.splits(place)
 
 
 def test_cifar100_as_it_is_shipped() -> None:
-    found = data.splits(shared("data/cifar100"))
+    found = dataset.splits(shared("data/cifar100"))
     assert {k: v.items.shape for k, v in found.items()} == {"train": (50000, 32, 32, 3), "test": (10000, 32, 32, 3)}  # type: ignore[attr-defined]
     assert (len(found["test"].classes), found["test"].classes[0]) == (100, "apple")
     assert np.bincount(found["test"].labels).tolist() == [100] * 100
@@ -313,7 +317,9 @@ def test_a_hugging_face_set_holds_what_the_folder_holds(tmp_path: Path, form: st
         place.mkdir()
         for split, table in parts.items():
             table.to_parquet(str(place / f"{split}-00000-of-00001.parquet"))
-    for mine, theirs in zip(data.for_training(where, 0.1, 0), data.for_training(f"hf:{place}", 0.1, 0), strict=True):
+    for mine, theirs in zip(
+        dataset.for_training(where, 0.1, 0), dataset.for_training(f"hf:{place}", 0.1, 0), strict=True
+    ):
         assert_same_pictures(mine, theirs)
         assert_same_pictures(mine.part([7, 2]), theirs.part([7, 2]))
     assert theirs.name(3) == f"hf:{place}:val[3]"
@@ -326,14 +332,14 @@ def test_a_hugging_face_set_holds_what_the_folder_holds(tmp_path: Path, form: st
 def test_columns_are_found_or_named(tmp_path: Path) -> None:
     source = folder(tmp_path / "in")
     tables(source, image="img", label="fine").save_to_disk(str(tmp_path / "one"))
-    assert data.splits(f"hf:{tmp_path}/one")["all"].classes == CLASSES
+    assert dataset.splits(f"hf:{tmp_path}/one")["all"].classes == CLASSES
     table = tables(source).add_column("name", [CLASSES[i // 8] for i in range(24)])
     table.save_to_disk(str(tmp_path / "two"))
-    assert data.splits(f"hf:{tmp_path}/two?label=name")["all"].classes == CLASSES
+    assert dataset.splits(f"hf:{tmp_path}/two?label=name")["all"].classes == CLASSES
     table.remove_columns("label").save_to_disk(str(tmp_path / "three"))
     for query, said in (("", "name it"), ("?label=nothing", "no column 'nothing'"), ("?class=x", "got class")):
         with pytest.raises(DataError, match=said):
-            data.splits(f"hf:{tmp_path}/three{query}")
+            dataset.splits(f"hf:{tmp_path}/three{query}")
 
 
 def test_bad_hugging_face_sets_are_refused(tmp_path: Path) -> None:
@@ -342,16 +348,16 @@ def test_bad_hugging_face_sets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"no table")
     for name, said in (("nowhere", "downloads nothing"), ("empty", "save_to_disk"), ("bad.parquet", "Cannot read")):
         with pytest.raises(DataError, match=said):
-            data.splits(f"hf:{tmp_path}/{name}")
+            dataset.splits(f"hf:{tmp_path}/{name}")
     table = tables(folder(tmp_path / "in"))
     cells = table.cast_column("image", type(table.features["image"])(decode=False))
     holed = cells.map(lambda row, i: {"image": None if i == 3 else row["image"]}, with_indices=True)
     holed.save_to_disk(str(tmp_path / "holed"))
-    found = data.splits(f"hf:{tmp_path}/holed")["all"]
-    assert [found.name(i) for i in data.verify(found)] == [f"hf:{tmp_path}/holed[3]"]
+    found = dataset.splits(f"hf:{tmp_path}/holed")["all"]
+    assert [found.name(i) for i in dataset.verify(found)] == [f"hf:{tmp_path}/holed[3]"]
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"adaptivit\[datasets\]"):
-        data.splits(f"hf:{tmp_path}")
+        dataset.splits(f"hf:{tmp_path}")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from adaptivit.data.dataset.dataset import Loaded
 from conftest import pictures, tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from torch import Tensor
 from adaptivit import optimise
 from adaptivit.backbones import timm_vit
 from adaptivit.config import TrainConfig
-from adaptivit.data import Loaded
 from adaptivit.objectives import (
     Batch,
     Budget,

@@ -14,8 +14,9 @@ from conftest import result
 from test_cli import static
 from test_data import SMALL, npz, refused, run, split_folder
 
-from adaptivit import data, sweep_report
+from adaptivit import sweep_report
 from adaptivit.config import TrainConfig
+from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
 from adaptivit.recipes import get
 from adaptivit.sweep import search
@@ -186,8 +187,8 @@ def test_best_json_trains_and_the_test_split_is_not_read(
     for name in ("a", "b", "c"):
         (where / "test" / name).mkdir(parents=True)
         (where / "test" / name / "0.png").write_bytes(b"no image")
-    opened, image = [], data.Labelled.image
-    monkeypatch.setattr(data.Labelled, "image", lambda self, i: opened.append(self.name(i)) or image(self, i))
+    opened, image = [], dataset.Labelled.image
+    monkeypatch.setattr(dataset.Labelled, "image", lambda self, i: opened.append(self.name(i)) or image(self, i))
     common = ("--data", where, *SMALL, "--device", "cpu", "--policy", "avit", "--augment", "none")
     space = ("--space", "policy.gate_center=0|10", "--objective", "accuracy")
     assert run("sweep", *common, *space, "--out", out) == 0
@@ -212,8 +213,8 @@ def test_best_json_trains_and_the_test_split_is_not_read(
 def test_without_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 epochs: the model as it is on the validation images; the recipe leaves the epochs to train."""
     where = npz(tmp_path / "d.npz")
-    seen, image = set(), data.Labelled.image
-    monkeypatch.setattr(data.Labelled, "image", lambda self, i: seen.add(self.source) or image(self, i))
+    seen, image = set(), dataset.Labelled.image
+    monkeypatch.setattr(dataset.Labelled, "image", lambda self, i: seen.add(self.source) or image(self, i))
     small = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--epochs", 0)
     words = ("--space", "policy.gate_center=-9..9", "--method", "random", "--trials", 2, "--val-split", 0.25)
     weights, out = static(tmp_path / "static"), tmp_path / "out"

@@ -16,7 +16,7 @@ from test_sweep import config, pairs, rows
 from adaptivit import sweep, sweep_store
 from adaptivit.config import TrainConfig
 from adaptivit.errors import NotFiniteError, UserError
-from adaptivit.evaluate import Result
+from adaptivit.evaluation.evaluate import Result
 from adaptivit.sweep import search
 from adaptivit.sweep_config import TrialConfig
 from adaptivit.sweep_space import parse

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from adaptivit.data.dataset.dataset import Loaded
 from safetensors.torch import load_file
 from test_cli import static
 from test_data import SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
 import adaptivit
-from adaptivit import data, optimise
+from adaptivit import optimise
 from adaptivit.config import TrainConfig
-from adaptivit.data import Loaded
+from adaptivit.data.dataset import dataset
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies import spec
 from adaptivit.recipes import RECIPES, get
@@ -197,7 +198,7 @@ def test_validation_is_in_full_precision_and_has_the_workers_too(
 ) -> None:
     """Training runs under bf16 autocast, validation as the saved model will."""
     dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
-    forward, workers, batches = AdaptiveViT.forward, [], data.batches
+    forward, workers, batches = AdaptiveViT.forward, [], dataset.batches
 
     def watched(self: AdaptiveViT, *given: Any, **more: Any) -> Any:
         output = forward(self, *given, **more)
@@ -210,7 +211,7 @@ def test_validation_is_in_full_precision_and_has_the_workers_too(
         return batches(images, order, given)
 
     monkeypatch.setattr(AdaptiveViT, "forward", watched)
-    monkeypatch.setattr(data, "batches", loaded)
+    monkeypatch.setattr(dataset, "batches", loaded)
     where = split_folder(tmp_path / "in")
     config = TrainConfig(str(where), "test_vit", "static", img_size=32, epochs=1, batch_size=8, device="cpu")
     fit(replace(config, out=str(tmp_path / "out"), precision="bf16", workers=1), show=False)
@@ -221,7 +222,7 @@ def test_validation_is_in_full_precision_and_has_the_workers_too(
 def test_loaded_batches_can_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a GPU, the loader's workers leave batches where it can fetch them without the host's waiting."""
     seen: list[bool] = []
-    loader = data.DataLoader
+    loader = dataset.DataLoader
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -229,10 +230,10 @@ def test_loaded_batches_can_be_pinned(tmp_path: Path, monkeypatch: pytest.Monkey
         seen.append(more.pop("pin_memory"))
         return loader(*given, **more)
 
-    monkeypatch.setattr(data, "DataLoader", made)
-    images = data.Images(data.splits(folder(tmp_path))["all"], lambda _: torch.ones(3, 4, 4))
-    (batch,) = data.batches(images, [[0, 9]], workers=1)
-    tuple(data.batches(images, [[0, 9]]))
+    monkeypatch.setattr(dataset, "DataLoader", made)
+    images = dataset.Images(dataset.splits(folder(tmp_path))["all"], lambda _: torch.ones(3, 4, 4))
+    (batch,) = dataset.batches(images, [[0, 9]], workers=1)
+    tuple(dataset.batches(images, [[0, 9]]))
     assert seen == [True, False]
     pinned = batch.pin_memory()
     assert pinned.images is not batch.images

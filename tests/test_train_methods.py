@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from adaptivit.data.dataset.dataset import Loaded
 from test_cli import static
 from test_data import refused, split_folder, train
 from test_resume import log
@@ -17,7 +18,6 @@ from test_resume import log
 import adaptivit
 from adaptivit import optimise
 from adaptivit.config import TrainConfig
-from adaptivit.data import Loaded
 from adaptivit.policies import spec
 from adaptivit.recipes import DEFAULTS, RECIPES, get
 from adaptivit.train import Trainer, objective

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from adaptivit.data.dataset.dataset import Labelled
+from adaptivit.data.dataset.gpu_pipeline import evaluation_images
 from conftest import assert_close, pictures, tiny
 
 import adaptivit
-from adaptivit import data
-from adaptivit.arrays import evaluation_images
 from adaptivit.config import TrainConfig
-from adaptivit.data import Labelled
+from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
 from adaptivit.objectives import Batch, Budget
 from adaptivit.policies.halting import Halting
@@ -244,7 +244,7 @@ def test_gates_that_do_not_learn_start_at_the_budget_too() -> None:
     model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH)
     found = Labelled("here", images, [0] * 64, ("a",))
     calibrate(model, {}, TrainConfig("", budget=0.0, budget_share=0.6), found, "cpu")
-    batch = next(data.batches(evaluation_images(found, model.preprocessing, "cpu"), data.in_order(64, 64))).images
+    batch = next(dataset.batches(evaluation_images(found, model.preprocessing, "cpu"), dataset.in_order(64, 64))).images
     out = model(batch)
     assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.6, abs=0.03)
 

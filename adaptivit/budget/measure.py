@@ -239,7 +239,7 @@ def _counted(progress: Progress, total: int) -> Callable[[], None]:
 # -- milliseconds ----------------------------------------------------------------------------------------------------
 def _timed(model: AdaptiveViT, made: Calibration, batches: Sequence[Tensor], batch: int) -> Calibration:
     """The curve with the time of a batch at some of its points, measured in turns on the model's device."""
-    from ..timing import interleaved
+    from ..evaluation.timing import interleaved
 
     weight = next(model.parameters())
     images = torch.cat([b[:batch] for b in batches[: max(1, batch)]])

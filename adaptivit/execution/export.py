@@ -225,7 +225,7 @@ def compare(model: AdaptiveViT, run: Run, images: Tensor, tolerance: float) -> t
 
 def sample(model: AdaptiveViT) -> Tensor:
     """scikit-learn's two photos where the model reads pictures, and as much noise."""
-    from ..card import SAMPLES, pictures_for
+    from ..checkpoint.model_card import SAMPLES, pictures_for
 
     noise = torch.randn(
         2, model.vit.in_chans, *model.vit.patch_embed.img_size, generator=torch.Generator().manual_seed(1)

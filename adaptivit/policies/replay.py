@@ -24,7 +24,7 @@ class Replay(Policy):
         super().__init__(settings, shape)
         trace: Any = settings.trace
         if isinstance(trace, (str, Path)) and str(trace):
-            from ..trace_file import load_trace
+            from ..checkpoint.traces import load_trace
 
             trace = load_trace(trace)
         if not isinstance(trace, Trace):

@@ -19,8 +19,6 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import data
-from ..arrays import evaluation_images
 from ..bench_config import CompareConfig
 from ..budget import curve as budgets
 from ..commands import device_of
@@ -28,6 +26,8 @@ from ..compare import measure
 from ..compare_plan import Entry
 from ..compare_results import Row, as_row, keep_correct, read_correct
 from ..config import TrainConfig
+from ..data import dataset
+from ..data.gpu_pipeline import evaluation_images
 from ..methods import full_spec
 from ..model import AdaptiveViT
 from ..sweep_store import Lock
@@ -76,9 +76,9 @@ def hold(model: AdaptiveViT, job: Job) -> dict[str, Any]:
     """Set the budget of the job's share of static's MACs, calibrated on validation images."""
     assert job.share is not None
     device, training = device_of(job.training.device), job.training
-    labelled = data.for_training(training.data, training.val_split, job.seed)[1].spread(_IMAGES)
+    labelled = dataset.for_training(training.data, training.val_split, job.seed)[1].spread(_IMAGES)
     images = evaluation_images(labelled, model.preprocessing, device)
-    batches = data.batches(images, data.in_order(len(images), 64), training.workers)
+    batches = dataset.batches(images, dataset.in_order(len(images), 64), training.workers)
     budget = f"{100 * (job.share - 1):.4g}%"
     made = model.calibrate([batch.images for batch in batches if len(batch.labels)], budget, batch_size=64)
     position = made.position(budgets.parse(budget), "")

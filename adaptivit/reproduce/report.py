@@ -19,7 +19,7 @@ from rich.console import Console
 from ..compare_results import COLUMNS, Row, add_differences, read_correct, write_rows
 from ..compare_table import failures, grid, headings, lines, means, points
 from ..compare_table import screen as table_of
-from ..evaluate import Result
+from ..evaluation.evaluate import Result
 from ..pareto import pareto
 from ..utils.atomic_io import write_bytes, write_text
 from . import bars

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from ..commands import build, device_of, names_of
 from ..config import ModelConfig
+from ..create import load
 from ..errors import UserError
-from ..factory import load
 from ..model import AdaptiveViT
 from ..serve_config import TOKEN, DemoConfig, Limits, ServeConfig
 from .app import make_app

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..data import rgb
+from ..data.dataset import rgb
 from ..serve_config import Limits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

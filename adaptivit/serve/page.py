@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..budget.curve import Budget
-from ..factory import create
+from ..create import create
 from ..model import AdaptiveViT
 from ..report import STYLE
 from ..utils.hardware import device_name
@@ -194,7 +194,7 @@ def examples(service: Service) -> tuple[tuple[str, bytes], ...]:
 @functools.cache
 def _digits() -> tuple[tuple[str, bytes], ...]:
     """The first of each digit among the pictures of `--data digits`, split test."""
-    from .. import digits
+    from ..data import digits
 
     found = digits.Digits.load()
     pictures = digits.draw(found.test_x, torch.Generator().manual_seed(1), distort=False)

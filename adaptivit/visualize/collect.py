@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..data import Images, Labelled, batches, for_evaluation, in_order, rgb
+from ..data.dataset import Images, Labelled, batches, for_evaluation, in_order, rgb
 from ..decision import Drop, Merge, Skip, Step, Trace
 from ..errors import DataError, UserError
+from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
 from ..output import Output
-from ..predict import find_images
 from .seen import Array, Plans, Scores, Seen
 
 Progress = Callable[[int, int], None]  # done, of

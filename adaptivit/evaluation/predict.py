@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .data import _UNREADABLE, SUFFIXES, rgb
-from .errors import DataError, first_line
-from .model import AdaptiveViT
+from ..data.dataset import _UNREADABLE, SUFFIXES, rgb
+from ..errors import DataError, first_line
+from ..model import AdaptiveViT
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DataError, first_line
+from ..errors import DataError, first_line
 
 
 def read(path: Path) -> dict[str, Any]:

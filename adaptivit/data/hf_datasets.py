@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, overload
 from urllib.parse import parse_qsl
 
-from .errors import DataError, UserError, first_line
+from ..errors import DataError, UserError, first_line
 
 PREFIX = "hf:"
 SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .config import TrainConfig
-from .data import mix
+from ..config import TrainConfig
+from .dataset import mix
 from .pixel_ops import (
     AFFINE,
     AUTOCONTRAST,

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .data import Loaded
-from .errors import DataError
-from .model import AdaptiveViT
+from ..data.dataset import Loaded
+from ..errors import DataError
+from ..model import AdaptiveViT
 
 
 @dataclass

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .decision import Drop, Merge, Trace
-from .errors import UserError
-from .model import AdaptiveViT
+from ..decision import Drop, Merge, Trace
+from ..errors import UserError
+from ..model import AdaptiveViT
 
 
 def features(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from .data import Labelled, Loaded, mix
+from .dataset import Labelled, Loaded, mix
 
 SIZE, PATCH, BOX = 64, 8, 16  # canvas, patch and digit, in pixels
 MEAN, STD = 0.2, 0.25

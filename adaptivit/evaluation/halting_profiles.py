@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .errors import UserError, unknown
+from ..errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from .decision import Trace
+    from ..decision import Trace
 
 # Mean share of the patches that are live in each of 12 blocks; other depths are resampled.
 PROFILES: dict[str, tuple[float, ...]] = {
@@ -52,7 +52,7 @@ def drawn_trace(profile: Sequence[float], batch: int, tokens: int, seed: int, pr
     """
     import torch
 
-    from .decision import Drop, Step, Trace
+    from ..decision import Drop, Step, Trace
 
     luck = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed))
     luck[:, :prefix] = -1.0
@@ -75,7 +75,7 @@ def trace_of(name: str, *, layers: int, batch: int, tokens: int, prefix: int, se
     check(name)
     if not name.startswith(REPLAY):
         return drawn_trace(resampled(PROFILES[name], layers), batch, tokens, seed, prefix)
-    from .trace_file import load_trace
+    from ..checkpoint.traces import load_trace
 
     path = name.removeprefix(REPLAY)
     trace = load_trace(path)

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from .decision import Decision, Drop, Keep, Merge, Skip, Step, Trace
-from .errors import UserError
-from .utils.atomic_io import write_bytes
+from ..decision import Decision, Drop, Keep, Merge, Skip, Step, Trace
+from ..errors import UserError
+from ..utils.atomic_io import write_bytes
 
 _KINDS: dict[str, type] = {"Keep": Keep, "Drop": Drop, "Skip": Skip, "Merge": Merge}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .model import AdaptiveViT
+from ..model import AdaptiveViT
 
 ENOUGH = 2e-3  # seconds that one measurement should last
 _MOST = 1000  # calls in one measurement

@@ -15,15 +15,16 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from . import __version__, checkpoint, policies
+from . import __version__, policies
 from .backbones.slim import narrow
 from .backbones.timm_vit import Shape, inspect
 from .budget import control
+from .checkpoint import format as checkpoint
+from .data.preprocess import Preprocessing
 from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
 from .model import AdaptiveViT
 from .policies.spec import SETTINGS, make
 from .policies.spec import spec as settings_text
-from .preprocess import Preprocessing
 
 
 def create(
@@ -274,7 +275,7 @@ def build_backbone(
         except (TypeError, AssertionError) as error:
             raise UserError(f"backbone: these are not arguments of timm's VisionTransformer ({error}).") from None
     if backbone == "digits_vit":
-        from . import digits
+        from .data import digits
 
         if pretrained:
             raise UserError("digits_vit has no weights to download; train it: adaptivit train --data digits.")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ..errors import DataError, first_line
 from . import npz
-from .errors import DataError, first_line
 
 LABELS = "labels.npz"
 Array = np.ndarray[Any, Any]

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .augment import Array, Draws, draw
-from .config import TrainConfig
-from .data import Images, Labelled, Loaded
-from .errors import UserError
+from ..config import TrainConfig
+from ..errors import UserError
+from .dataset import Images, Labelled, Loaded
+from .gpu_augment import Array, Draws, draw
 from .pixel_ops import AFFINE, IDENTITY, OPERATIONS, affine
 from .preprocess import PAD, Preprocessing
 from .resample import FILTERS, resize, weights

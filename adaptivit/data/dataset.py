@@ -19,12 +19,12 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from . import huggingface, mosaics, shards
-from .errors import DataError
+from ..errors import DataError
+from . import hf_datasets, mosaics, webdataset
 from .npz import read as _npz
 
 if TYPE_CHECKING:
-    from .arrays import OnDevice
+    from .gpu_pipeline import OnDevice
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
 SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("test",)}
@@ -114,13 +114,13 @@ def _opened(item: Any) -> Image.Image:
 def splits(path: str | Path, allow_corrupt: bool = False) -> dict[str, Labelled]:
     """All the splits that the data has; a set without any is called `all`. `allow_corrupt` leaves damaged shards and
     samples out."""
-    if str(path).startswith(huggingface.PREFIX):
+    if str(path).startswith(hf_datasets.PREFIX):
         return {
             split: Labelled(part.source, part.rows, part.labels, part.classes)
-            for split, part in huggingface.read(str(path)).items()
+            for split, part in hf_datasets.read(str(path)).items()
         }
-    if shards.named(str(path)):
-        return _shards({"all": shards.expand(str(path))}, str(path), allow_corrupt)
+    if webdataset.named(str(path)):
+        return _shards({"all": webdataset.expand(str(path))}, str(path), allow_corrupt)
     path = Path(path)
     if not path.exists():
         if str(path) == "digits":
@@ -134,7 +134,7 @@ def splits(path: str | Path, allow_corrupt: bool = False) -> dict[str, Labelled]
         return arrays_of(_npz(path), path)
     if (path / mosaics.LABELS).is_file():
         return arrays_of(mosaics.read(path), path)
-    if tars := shards.in_folder(path):
+    if tars := webdataset.in_folder(path):
         return _shards(tars, str(path), allow_corrupt)
     found: dict[str, Labelled] = {}
     for split, names in SPLITS.items():
@@ -153,8 +153,8 @@ def splits(path: str | Path, allow_corrupt: bool = False) -> dict[str, Labelled]
 
 
 def _shards(parts: dict[str, list[Path]], source: str, allow_corrupt: bool) -> dict[str, Labelled]:
-    found = {split: shards.read(files, SUFFIXES, allow_corrupt) for split, files in parts.items()}
-    classes = shards.classes_of(found, next(iter(parts.values()))[0].parent)
+    found = {split: webdataset.read(files, SUFFIXES, allow_corrupt) for split, files in parts.items()}
+    classes = webdataset.classes_of(found, next(iter(parts.values()))[0].parent)
     number = {name: i for i, name in enumerate(classes)}
     return {
         split: Labelled(

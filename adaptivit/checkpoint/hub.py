@@ -6,10 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, card, checkpoint
-from .errors import UserError, WeightsError, first_line
-from .factory import load
-from .model import AdaptiveViT
+from .. import __version__
+from ..create import load
+from ..errors import UserError, WeightsError, first_line
+from ..model import AdaptiveViT
+from . import format as checkpoint
+from . import model_card
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -88,4 +90,6 @@ def _has_own_card(api: HfApi, repo: str, revision: str | None) -> bool:
     """Whether somebody wrote the card that is there; it is not replaced then."""
     if not api.file_exists(repo, "README.md", revision=revision):
         return False
-    return card.MARK not in Path(api.hf_hub_download(repo, "README.md", revision=revision)).read_text(errors="replace")
+    return model_card.MARK not in Path(api.hf_hub_download(repo, "README.md", revision=revision)).read_text(
+        errors="replace"
+    )

@@ -19,7 +19,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from .errors import DataError, first_line
+from ..errors import DataError, first_line
 
 SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 CLASSES = "classes.txt"

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .data import rgb
-from .errors import DataError, UserError, first_line
+from ..data.dataset import rgb
+from ..errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
-    from .model import AdaptiveViT
+    from ..model import AdaptiveViT
 
 PICTURE = "halting_maps.png"
 MARK = "<!-- Written by adaptivit. Take this line out and your own text stays when the checkpoint is saved again. -->"
@@ -99,7 +99,7 @@ def _cell(value: Any) -> str:
 
 def maps(model: AdaptiveViT, images: Any) -> bytes:
     """A PNG of each picture beside its halting map: PIL images, paths, or "samples" (scikit-learn's two photos)."""
-    from .utils.plotting import halting_maps
+    from ..utils.plotting import halting_maps
 
     tensors, keep = pictures_for(model, images), next(model.parameters())
     was_training = model.training

@@ -18,14 +18,15 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from . import __version__, card
-from .errors import UserError, WeightsError, first_line
-from .model import AdaptiveViT
-from .sharding import like, whole
-from .utils.atomic_io import new_directory, write_bytes, write_text
+from .. import __version__
+from ..errors import UserError, WeightsError, first_line
+from ..model import AdaptiveViT
+from ..sharding import like, whole
+from ..utils.atomic_io import new_directory, write_bytes, write_text
+from . import model_card
 
 FORMAT = 2  # 1 had no digest of the weights
-FILES = ("model.safetensors", "config.json", "README.md", card.PICTURE)
+FILES = ("model.safetensors", "config.json", "README.md", model_card.PICTURE)
 HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 # What config.json says of the model itself; the rest are notes (results, calibration, ...).
 _OWN = (
@@ -43,7 +44,7 @@ def tensors(model: AdaptiveViT) -> dict[str, Tensor]:
 
 def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], images: Any = None, name: str = "") -> None:
     """Write a checkpoint in one step. `images` are shown in its card as halting maps; `name` is what it is called."""
-    from .factory import describe_backbone
+    from ..create import describe_backbone
 
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")
@@ -75,16 +76,16 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
         text = json.dumps(config, indent=2) + "\n"
     except (TypeError, ValueError) as error:
         raise UserError(f"config.json cannot hold what was given: {error}.") from None
-    picture = None if images is None else card.maps(model, images)
+    picture = None if images is None else model_card.maps(model, images)
     with new_directory(place) as new:
         for other in others:
             (shutil.copytree if other.is_dir() else shutil.copy2)(other, new / other.name)
         write_bytes(new / "model.safetensors", weights)
         write_text(new / "config.json", text)
         if picture is not None:
-            write_bytes(new / card.PICTURE, picture)
+            write_bytes(new / model_card.PICTURE, picture)
         if not (new / "README.md").exists():
-            write_text(new / "README.md", card.text(json.loads(text), name, images))
+            write_text(new / "README.md", model_card.text(json.loads(text), name, images))
 
 
 def _others(place: Path) -> list[Path]:
@@ -99,7 +100,7 @@ def _others(place: Path) -> list[Path]:
             "Choose a new or empty directory."
         )
     own = place / "README.md"
-    return [*others, own] if own.is_file() and card.MARK not in _text(own) else others
+    return [*others, own] if own.is_file() and model_card.MARK not in _text(own) else others
 
 
 def _text(path: Path) -> str:

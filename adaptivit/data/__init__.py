@@ -1,0 +1,1 @@
+"""Images and labels: where they come from, how they are preprocessed and augmented."""

@@ -1,0 +1,1 @@
+"""Run a model on data: accuracy, cost, predictions, dense features, time."""
