@@ -9,9 +9,9 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .config import TrainConfig, _at_least
 from .errors import UserError
-from .methods import parse_method
+from .training.config import TrainConfig, _at_least
+from .training.methods import parse_method
 
 # May differ between two calls that fill one directory: more methods and seeds, another machine, timing.
 _FREE = ("methods", "seeds", "out", "device", "workers", "timing_batch", "timing_repeats")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .config import _at_least, _size
 from .errors import UserError, unknown
 from .evaluation import halting_profiles
 from .policies import spec
+from .training.config import _at_least, _size
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("auto", "masked", "packed", "gathered", "captured", "padded")

@@ -25,13 +25,13 @@ from .budget.measure import Check, check
 from .budget.measure import Progress as Progressing
 from .checkpoint.format import read_config
 from .commands import device_of, signed_percent
-from .config import CalibrateConfig
 from .create import load
 from .data import dataset
 from .data.dataset import Images, Labelled
 from .errors import DataError
 from .evaluation.predict import find_images
 from .model import AdaptiveViT
+from .training.config import CalibrateConfig
 from .utils.atomic_io import new_directory, write_bytes, write_json, write_text
 from .utils.hardware import device_name
 

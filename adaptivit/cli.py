@@ -13,14 +13,14 @@ import tyro
 from . import __version__
 from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
-from .config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .errors import UserError, unknown
 from .execution.export_config import ExportConfig
 from .policies.spec import SETTINGS, describe
-from .recipes import RecipesConfig
 from .reproduce.plan import ReproduceConfig
 from .serve_config import DemoConfig, ServeConfig
 from .sweep_config import SweepConfig, from_recipe
+from .training.config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
+from .training.recipes import RecipesConfig
 from .visualize_config import VisualizeConfig
 
 _COMMANDS: dict[str, tuple[type, str]] = {
@@ -110,7 +110,7 @@ def _parse(command: str, rest: list[str]) -> Any:
         if name is not None:
             from dataclasses import replace
 
-            from .recipes import get
+            from .training.recipes import get
 
             default = replace(get(name), recipe=name, data=tyro.MISSING)
     if command == "sweep" and (name := _recipe_name(rest)) is not None:
@@ -155,7 +155,7 @@ def _policies() -> str:
 
 
 def _recipes(how: str) -> str:
-    from .recipes import listing
+    from .training.recipes import listing
 
     return f"recipes ({how})\n{listing()}\n"
 
@@ -170,7 +170,7 @@ def _runner(command: str) -> Callable[[Any], None]:
 
         return sweep
     if command == "recipes":
-        from .recipes import show
+        from .training.recipes import show
 
         return show
     if command == "reproduce":

@@ -20,7 +20,6 @@ from rich.table import Table
 from . import __version__
 from .bench_config import CompareConfig
 from .benchmark_config import BenchmarkConfig
-from .config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .create import create, load
 from .data import dataset
 from .data.dataset import Labelled
@@ -32,6 +31,7 @@ from .execution.export_config import ExportConfig
 from .model import AdaptiveViT
 from .policies import spec
 from .serve_config import DemoConfig, ServeConfig
+from .training.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .utils.atomic_io import write_text
 from .visualize_config import VisualizeConfig
 
@@ -39,7 +39,7 @@ from .visualize_config import VisualizeConfig
 def train(config: TrainConfig) -> None:
     from accelerate import PartialState
 
-    from .train import fit
+    from .training.run import fit
 
     result = fit(config)
     if PartialState().is_main_process:

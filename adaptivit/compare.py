@@ -32,11 +32,11 @@ from .data.gpu_pipeline import evaluation_images
 from .errors import UserError, first_line
 from .evaluation.evaluate import Result, evaluate
 from .evaluation.timing import interleaved
-from .methods import full_spec, slug
 from .model import AdaptiveViT
 from .pareto import pareto
 from .policies import spec
-from .train import fit
+from .training.methods import full_spec, slug
+from .training.run import fit
 from .utils.atomic_io import write_bytes, write_text
 from .utils.environment import commit
 

@@ -9,14 +9,14 @@ import torch
 
 from .bench_config import CompareConfig
 from .compare_results import STATIC, TRAINED_ON
-from .config import TrainConfig
 from .create import create, load
 from .data import dataset
 from .data.dataset import Labelled
-from .methods import parse_method, slug
 from .model import AdaptiveViT
 from .policies import spec
-from .start import calibrate
+from .training.config import TrainConfig
+from .training.gate_init import calibrate
+from .training.methods import parse_method, slug
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from .bench_config import CompareConfig
 from .errors import UserError
 from .evaluation.evaluate import Result, paired_difference
-from .methods import slug
+from .training.methods import slug
 from .utils.atomic_io import write_bytes, write_json, write_text
 
 COLUMNS = (

@@ -18,18 +18,18 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from . import __version__
-from .config import QuickstartConfig, TrainConfig
 from .create import create
 from .data.dataset import Loaded
 from .data.digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
 from .data.preprocess import Preprocessing
 from .evaluation.evaluate import Result, evaluate, paired_difference
 from .model import AdaptiveViT
-from .optimise import adamw
 from .policies import spec
 from .report import Picture, write_report
-from .train import objective
-from .trainer import Trainer
+from .training.config import QuickstartConfig, TrainConfig
+from .training.optim import adamw
+from .training.run import objective
+from .training.step import Trainer
 from .utils.atomic_io import write_bytes, write_json
 from .utils.plotting import halting_maps, layer_curve
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .config import _at_least, _positive
 from .errors import UserError
+from .training.config import _at_least, _positive
 
 TOKEN = "ADAPTIVIT_TOKEN"  # the environment variable that may hold the bearer token
 

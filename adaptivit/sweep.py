@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 
 from . import sweep_report
-from .config import TrainConfig
 from .create import create
 from .data import dataset
 from .data.gpu_pipeline import evaluation_images
@@ -29,10 +28,11 @@ from .errors import UserError, first_line
 from .evaluation.evaluate import Result, evaluate
 from .model import AdaptiveViT
 from .policies import spec
-from .start import calibrate
 from .sweep_config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .sweep_space import Params, apply, parse
 from .sweep_store import Claim, Record, Store, versions
+from .training.config import TrainConfig
+from .training.gate_init import calibrate
 from .utils.atomic_io import write_json
 
 
@@ -119,7 +119,7 @@ def run_trial(config: TrialConfig, show: bool = True) -> Result:
     """The validation result of a configuration: trained, or for 0 epochs as it is."""
     if config.epochs == 0:
         return _untrained(config)
-    from .train import fit
+    from .training.run import fit
 
     result = fit(TrainConfig(**vars(config)), show)
     shutil.rmtree(Path(config.out) / "checkpoint", ignore_errors=True)  # only a continuation needs it

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from .config import TrainConfig
 from .errors import UserError
+from .training.config import TrainConfig
 
 # Of one run on one machine, not of a recipe: neither searched over nor written into a recipe, and free to differ when
 # a sweep goes on. `data` and `val_split` stay what they were.
@@ -69,7 +69,7 @@ class SweepConfig:
 
 def from_recipe(name: str) -> SweepConfig:
     """A sweep whose base is a recipe; the data is still to be named."""
-    from .recipes import get
+    from .training.recipes import get
 
     mine: dict[str, Any] = {"recipe": name, "data": tyro.MISSING, "out": TrialConfig.out}
     return SweepConfig(TrialConfig(**(vars(get(name)) | mine)), tyro.MISSING)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .config import TrainConfig
 from .errors import UserError, unknown
 from .policies import spec
 from .sweep_config import NOT_IN_SPACE, TrialConfig
+from .training.config import TrainConfig
 
 Value = str | int | float
 Params = dict[str, Value]

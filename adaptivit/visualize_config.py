@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .config import _at_least, _size
 from .errors import UserError
+from .training.config import _at_least, _size
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from adaptivit.data.dataset.gpu_pipeline import Source, training_images
 
 import adaptivit
 from adaptivit.commands import append_csv
-from adaptivit.config import TrainConfig
 from adaptivit.data.dataset import dataset
-from adaptivit.train import Trainer, _accelerator, _trainer
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.run import Trainer, _accelerator, _trainer
 from adaptivit.utils.environment import commit
 
 PER_EPOCH = 1000  # steps, for the learning rate alone

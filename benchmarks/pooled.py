@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptivit.methods import slug
+from adaptivit.training.methods import slug
 from adaptivit.utils.atomic_io import write_text
 
 

@@ -27,11 +27,11 @@ from adaptivit.data.dataset.dataset import Loaded
 
 import adaptivit
 from adaptivit.commands import append_csv
-from adaptivit.config import TrainConfig
 from adaptivit.kernels import weighted_attention
 from adaptivit.policies import spec
-from adaptivit.recipes import get
-from adaptivit.train import Trainer, _accelerator, _trainer, objective
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.recipes import get
+from adaptivit.training.run import Trainer, _accelerator, _trainer, objective
 from adaptivit.utils.environment import commit
 
 KINDS: dict[str, Any] = {"compiled": "whole", "blocks": "blocks", "eager": "no"}

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import adaptivit
 from adaptivit import sweep, sweep_report
-from adaptivit.config import TrainConfig
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
 from adaptivit.evaluation.evaluate import Result
 from adaptivit.output import Output
+from adaptivit.training.config import TrainConfig
 
 # Where Python is told to keep no bytecode, each of the many processes that tests start would compile torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

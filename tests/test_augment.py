@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from adaptivit.config import TrainConfig
 from adaptivit.data.dataset import dataset, gpu_augment, mosaics, pixel_ops
 from adaptivit.errors import UserError
-from adaptivit.train import Trainer
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.run import Trainer
 
 CPU = torch.device("cpu")
 PLAIN = Preprocessing((32, 32), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))

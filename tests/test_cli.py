@@ -20,14 +20,21 @@ from adaptivit import cli
 from adaptivit.bench_config import CompareConfig
 from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
-from adaptivit.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, QuickstartConfig, TrainConfig
 from adaptivit.errors import UserError
 from adaptivit.execution.export_config import ExportConfig
 from adaptivit.policies.spec import SETTINGS, describe
-from adaptivit.recipes import RECIPES, RecipesConfig
 from adaptivit.reproduce.plan import ReproduceConfig
 from adaptivit.serve_config import DemoConfig, Limits, ServeConfig
 from adaptivit.sweep_config import SweepConfig
+from adaptivit.training.config import (
+    CalibrateConfig,
+    EvaluateConfig,
+    ModelConfig,
+    PredictConfig,
+    QuickstartConfig,
+    TrainConfig,
+)
+from adaptivit.training.recipes import RECIPES, RecipesConfig
 from adaptivit.visualize_config import VisualizeConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}

@@ -20,12 +20,12 @@ from adaptivit import compare, compare_table
 from adaptivit.bench_config import CompareConfig
 from adaptivit.compare_plan import plan, report_images
 from adaptivit.compare_results import COLUMNS, TRAINED_ON, Results
-from adaptivit.config import TrainConfig
 from adaptivit.create import create, load
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
 from adaptivit.evaluation.evaluate import Result, evaluate, paired_difference
-from adaptivit.methods import slug
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.methods import slug
 
 SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
 TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment", "none")

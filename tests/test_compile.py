@@ -15,10 +15,10 @@ from test_data import split_folder, train
 from test_resume import weights
 from torch import Tensor
 
-from adaptivit.config import TrainConfig
 from adaptivit.execution import compiled as regional
 from adaptivit.execution import compiling
-from adaptivit.train import Trainer, _accelerator, _trainer
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.run import Trainer, _accelerator, _trainer
 
 # torch's own, while it traces an autograd function
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

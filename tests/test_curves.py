@@ -16,7 +16,7 @@ from PIL import Image
 from test_data import split_folder, train
 from test_resume import log
 
-from adaptivit import curves
+from adaptivit.training import log_plots
 
 LOSSES = ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ponder", 0.01, "--epochs", 2)
 
@@ -77,20 +77,20 @@ def test_the_picture_shows_every_term(out: Path) -> None:
     drawn = picture((out / "curves.png").read_bytes())
     assert drawn.shape[0] > 800
     assert drawn.shape[1] > 1300
-    records = curves.read(out / "log.jsonl")
-    assert np.array_equal(picture(curves.draw(records, "out")), drawn)
+    records = log_plots.read(out / "log.jsonl")
+    assert np.array_equal(picture(log_plots.draw(records, "out")), drawn)
     for name in ("target_depth", "live", "top1"):
         fewer = [{k: v for k, v in r.items() if k != name} for r in records]
-        assert not np.array_equal(picture(curves.draw(fewer, "out")), drawn), name
-    assert picture(curves.draw([], "nothing")).shape == drawn.shape
-    assert picture(curves.draw(records[:1], "one line")).shape == drawn.shape
+        assert not np.array_equal(picture(log_plots.draw(fewer, "out")), drawn), name
+    assert picture(log_plots.draw([], "nothing")).shape == drawn.shape
+    assert picture(log_plots.draw(records[:1], "one line")).shape == drawn.shape
 
 
 def test_a_cut_line_and_columns_that_come_later(tmp_path: Path) -> None:
     lines = ['{"kind": "train", "step": 1, "loss": 2.0}', '{"kind": "train", "step": 2, "loss": 1.0, "new": 3}']
     (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))
-    records = curves.read(tmp_path / "log.jsonl")
-    curves.write_tables(records, tmp_path)
+    records = log_plots.read(tmp_path / "log.jsonl")
+    log_plots.write_tables(records, tmp_path)
     assert table(tmp_path / "train.csv") == [
         {"step": "1", "loss": "2.0", "new": ""},
         {"step": "2", "loss": "1.0", "new": "3"},

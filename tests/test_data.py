@@ -15,9 +15,9 @@ from adaptivit.data.dataset.preprocess import Preprocessing
 from PIL import Image
 
 from adaptivit.cli import main
-from adaptivit.config import TrainConfig
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import DataError
+from adaptivit.training.config import TrainConfig
 
 CLASSES = ("a", "b", "c")
 SMALL = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--epochs", 1, "--log-steps", 1)

@@ -243,7 +243,7 @@ def test_sharded_weights_train_like_whole_ones(tmp_path: Path, where: Path) -> N
 
 def watched() -> None:
     """Each step says what the process holds."""
-    from adaptivit.trainer import Trainer
+    from adaptivit.training.step import Trainer
 
     step = Trainer.step
 
@@ -300,7 +300,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, where: Path) -> Path:
 
 def deadly(victims: tuple[int, ...]) -> None:
     """Kill these processes inside the fifth step."""
-    from adaptivit.trainer import Trainer
+    from adaptivit.training.step import Trainer
 
     run = Trainer._run
 

@@ -17,10 +17,10 @@ from torch import Tensor
 import adaptivit
 from adaptivit.decision import Trace
 from adaptivit.kernels import attention
-from adaptivit.objectives import Batch, Budget, CrossEntropy, Distillation, DistributionPrior, Ponder, TargetDepth
-from adaptivit.objectives.halting_distribution import halting_mass
-from adaptivit.objectives.target_depth import target_distribution
 from adaptivit.output import Output
+from adaptivit.training.losses import Batch, Budget, CrossEntropy, Distillation, DistributionPrior, Ponder, TargetDepth
+from adaptivit.training.losses.halting_distribution import halting_mass
+from adaptivit.training.losses.target_depth import target_distribution
 
 L = 6
 NOTHING = Batch()

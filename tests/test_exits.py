@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaptivit.backbones.slim import narrow
 from adaptivit.errors import UserError
-from adaptivit.objectives import Batch, Exits, Expected, Geometric, Ponder
+from adaptivit.training.losses import Batch, Exits, Expected, Geometric, Ponder
 
 L, B = 6, 6
 IMAGES = pictures(B) * torch.linspace(0.3, 3.0, B)[:, None, None, None]  # unlike enough to leave at different blocks

@@ -11,7 +11,7 @@ from conftest import LAYOUTS, assert_close, pictures, shared
 from safetensors.torch import load_file
 
 import adaptivit
-from adaptivit.objectives import Batch, CrossEntropy, DistributionPrior, Ponder
+from adaptivit.training.losses import Batch, CrossEntropy, DistributionPrior, Ponder
 
 
 def golden() -> dict[str, Any]:

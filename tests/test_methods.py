@@ -13,12 +13,12 @@ from test_data import refused
 
 from adaptivit import policies
 from adaptivit.bench_config import CompareConfig
-from adaptivit.config import LOSSES, TrainConfig
 from adaptivit.create import create, load
 from adaptivit.data.dataset import dataset, digits
 from adaptivit.errors import UserError
-from adaptivit.methods import full_spec, parse_method, slug
-from adaptivit.recipes import DEFAULTS, get
+from adaptivit.training.config import LOSSES, TrainConfig
+from adaptivit.training.methods import full_spec, parse_method, slug
+from adaptivit.training.recipes import DEFAULTS, get
 
 SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
 TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment", "none")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit import policies
-from adaptivit.objectives import (
+from adaptivit.output import Output
+from adaptivit.training.losses import (
     Batch,
     Budget,
     CrossEntropy,
@@ -25,7 +26,6 @@ from adaptivit.objectives import (
     Ponder,
     TargetDepth,
 )
-from adaptivit.output import Output
 
 # (policy, settings): wild enough that depths differ between tokens of every backbone in SIDES
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from conftest import ALL_LAYOUTS, assert_close, pictures
 from plain import attention, best, embedded, mlp, said, whole, wild
 from torch import Tensor
 
-from adaptivit.objectives import Batch, Features, KeepRatio
+from adaptivit.training.losses import Batch, Features, KeepRatio
 
 
 # -- DynamicViT -----------------------------------------------------------------------------------------------------

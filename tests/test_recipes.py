@@ -16,11 +16,11 @@ from test_data import CLASSES, folder, refused, run, split_folder, train
 from test_train_methods import batch
 
 import adaptivit
-from adaptivit import methods, optimise, recipes
-from adaptivit.config import TrainConfig
 from adaptivit.policies import spec
-from adaptivit.recipes import RECIPES, get
-from adaptivit.train import Trainer, objective
+from adaptivit.training import methods, optim, recipes
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.recipes import RECIPES, get
+from adaptivit.training.run import Trainer, objective
 
 T, S = "deit_tiny_patch16_224", "deit_small_patch16_224"
 B, L = "vit_base_patch16_224", "vit_large_patch16_224"
@@ -158,7 +158,7 @@ def test_a_step_with_a_distillation_token(name: str) -> None:
     policy, given = spec.parse(config.policy)
     torch.manual_seed(0)
     model = adaptivit.create(TINY | BACKBONES["distilled"] | {"num_classes": 3}, policy, **given)
-    one = Trainer(model, objective(config), optimise.adamw(model, config), config, Accelerator(cpu=True), model)
+    one = Trainer(model, objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
     losses, _ = one.step(batch(), 0, 4)
     assert set(losses.terms) == {"task", "ponder", "prior"}

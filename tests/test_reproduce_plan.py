@@ -21,12 +21,12 @@ from test_data import refused, run
 import adaptivit
 from adaptivit.compare_results import read_correct
 from adaptivit.errors import UserError
-from adaptivit.methods import full_spec
 from adaptivit.policies import spec as settings
-from adaptivit.recipes import RECIPES
 from adaptivit.reproduce import TABLES, equal_cost, execute, tables
 from adaptivit.reproduce import job as job_module
 from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
+from adaptivit.training.methods import full_spec
+from adaptivit.training.recipes import RECIPES
 from adaptivit.utils.atomic_io import write_json
 
 _ = small  # a fixture

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from test_data import SMALL, refused, split_folder, train
 
 import adaptivit
-from adaptivit.config import TrainConfig
-from adaptivit.train import Trainer, fit
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.run import Trainer, fit
 
 pytestmark = pytest.mark.xdist_group("resume")  # one run that all compare with
 
@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(whole: Any, tmp_path: Pat
 
 # -- a loss that is not finite --------------------------------------------------------------------------------------
 def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any, tmp_path: Path, capsys: Any) -> None:
-    from adaptivit.objectives import CrossEntropy
+    from adaptivit.training.losses import CrossEntropy
 
     call, count = CrossEntropy.sums, 0
 
@@ -282,7 +282,7 @@ def test_the_step_in_the_message_is_the_step_in_the_log(whole: Any, tmp_path: Pa
 
 def test_a_checkpoint_never_holds_weights_that_are_not_finite(whole: Any, tmp_path: Path) -> None:
     """A finite loss can have a gradient that is not: the step spoils the weights, the next loss shows it."""
-    from adaptivit.objectives import CrossEntropy
+    from adaptivit.training.losses import CrossEntropy
 
     call = CrossEntropy.sums
 

@@ -21,7 +21,7 @@ from test_resume import assert_same_weights, log, weights
 
 from adaptivit.data.dataset import dataset, webdataset
 from adaptivit.errors import DataError, UserError
-from adaptivit.train import Trainer
+from adaptivit.training.run import Trainer
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

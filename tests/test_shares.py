@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from adaptivit import optimise
 from adaptivit.backbones import timm_vit
-from adaptivit.config import TrainConfig
-from adaptivit.objectives import (
+from adaptivit.training import optim
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.losses import (
     Batch,
     Budget,
     CrossEntropy,
@@ -35,9 +35,9 @@ from adaptivit.objectives import (
     Sums,
     TargetDepth,
 )
-from adaptivit.shares import Whole, rows
-from adaptivit.train import objective
-from adaptivit.trainer import Seen, Trainer
+from adaptivit.training.micro_batch import Whole, rows
+from adaptivit.training.run import objective
+from adaptivit.training.step import Seen, Trainer
 from adaptivit.utils.batch_rng import Share, draw, drawing
 
 AHT: dict[str, Any] = {"beta": -1.0, "straight_through": True}
@@ -149,7 +149,7 @@ def trainer(name: str, **changes: Any) -> Trainer:
     model = tiny(policy, more={"depth": 4, "drop_path_rate": config.drop_path}, **settings)
     model.recompute = config.checkpoint_activations
     mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=10) if config.mixup else None
-    optimizer = optimise.adamw(model, config)
+    optimizer = optim.adamw(model, config)
     return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, mixup=mixup)
 
 

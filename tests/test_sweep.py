@@ -15,15 +15,15 @@ from test_cli import static
 from test_data import SMALL, npz, refused, run, split_folder
 
 from adaptivit import sweep_report
-from adaptivit.config import TrainConfig
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
-from adaptivit.recipes import get
 from adaptivit.sweep import search
 from adaptivit.sweep_config import SweepConfig, TrialConfig
 from adaptivit.sweep_report import best, front, hypervolume
 from adaptivit.sweep_space import parse, points
 from adaptivit.sweep_store import Record
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.recipes import get
 
 BASE = TrialConfig(data="photos")
 LR, PONDER = "lr=1e-4|3e-4|1e-3", "ponder=0|0.1"

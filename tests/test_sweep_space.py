@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_data import refused
 
-from adaptivit.config import TrainConfig
 from adaptivit.errors import UserError
-from adaptivit.recipes import get
 from adaptivit.sweep_config import SweepConfig, TrialConfig
 from adaptivit.sweep_space import apply, parse, total
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.recipes import get
 
 BASE = TrialConfig(data="photos")
 LR = "lr=1e-4|3e-4|1e-3"

@@ -14,12 +14,12 @@ import torch
 from test_sweep import config, pairs, rows
 
 from adaptivit import sweep, sweep_store
-from adaptivit.config import TrainConfig
 from adaptivit.errors import NotFiniteError, UserError
 from adaptivit.evaluation.evaluate import Result
 from adaptivit.sweep import search
 from adaptivit.sweep_config import TrialConfig
 from adaptivit.sweep_space import parse
+from adaptivit.training.config import TrainConfig
 
 BASE = TrialConfig(data="photos")
 LR, PONDER = "lr=1e-4|3e-4|1e-3", "ponder=0|0.1"

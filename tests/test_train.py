@@ -19,13 +19,13 @@ from test_data import SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
 import adaptivit
-from adaptivit import optimise
-from adaptivit.config import TrainConfig
 from adaptivit.data.dataset import dataset
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies import spec
-from adaptivit.recipes import RECIPES, get
-from adaptivit.train import Trainer, fit, objective
+from adaptivit.training import optim
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.recipes import RECIPES, get
+from adaptivit.training.run import Trainer, fit, objective
 
 AHT = {"aht-high-accuracy": (1e-3, 1.0), "aht-balanced": (5e-2, 0.5), "aht-high-efficiency": (1e-2, 0.2)}
 AVIT = {"avit-paper": (5, 10, 0.1, "paper"), "avit-tiny": (10, 30, 1e-3, "reference")}
@@ -288,7 +288,7 @@ def test_an_image_cut_short_stops_training_with_its_name_or_is_left_out(tmp_path
 # -- the optimiser --------------------------------------------------------------------------------------------------
 def test_the_schedule_warms_up_and_follows_a_cosine() -> None:
     config = TrainConfig(data="", lr=1.0, min_lr=0.1, epochs=5, warmup_epochs=1)
-    rates = [optimise.learning_rate(config, s, 4) for s in range(20)]
+    rates = [optim.learning_rate(config, s, 4) for s in range(20)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     expected = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * np.arange(16) / 16))
     assert rates[4:] == pytest.approx(expected.tolist())
@@ -296,7 +296,7 @@ def test_the_schedule_warms_up_and_follows_a_cosine() -> None:
 
 def test_weight_decay_is_for_matrices_alone() -> None:
     model = adaptivit.create("test_vit", "aht", img_size=32, num_classes=3)
-    groups = optimise.adamw(model, TrainConfig(data="", weight_decay=0.3)).param_groups
+    groups = optim.adamw(model, TrainConfig(data="", weight_decay=0.3)).param_groups
     decay = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
     for name, p in model.named_parameters():
         plain = p.ndim < 2 or name in ("vit.pos_embed", "vit.cls_token")
@@ -307,7 +307,7 @@ def test_weight_decay_is_for_matrices_alone() -> None:
 def test_gradients_are_clipped() -> None:
     config = TrainConfig(data="", policy="static", clip_grad=0.01, lr=1e-9)
     model = adaptivit.create("test_vit", "static", img_size=32, num_classes=3)
-    trainer = Trainer(model, objective(config), optimise.adamw(model, config), config, Accelerator(cpu=True), model)
+    trainer = Trainer(model, objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
     images = torch.randn(4, 3, 32, 32)
     trainer.step(Loaded(images, torch.tensor([0, 1, 2, 0]), torch.arange(4), []), 0, 10)
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()

@@ -16,11 +16,11 @@ from test_data import refused, split_folder, train
 from test_resume import log
 
 import adaptivit
-from adaptivit import optimise
-from adaptivit.config import TrainConfig
 from adaptivit.policies import spec
-from adaptivit.recipes import DEFAULTS, RECIPES, get
-from adaptivit.train import Trainer, objective
+from adaptivit.training import optim
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.recipes import DEFAULTS, RECIPES, get
+from adaptivit.training.run import Trainer, objective
 
 NEW = ("dynamicvit", "evit", "mod", "amod", "act", "confidence", "similarity", "pondernet")
 
@@ -33,7 +33,7 @@ def trainer(config: TrainConfig) -> Trainer:
     teacher = None
     if config.distill or config.features:
         teacher = adaptivit.create("test_vit", "static", img_size=32, num_classes=3).requires_grad_(False)
-    optimizer = optimise.adamw(model, config)
+    optimizer = optim.adamw(model, config)
     return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, teacher)
 
 

@@ -11,12 +11,12 @@ from adaptivit.data.dataset.gpu_pipeline import evaluation_images
 from conftest import assert_close, pictures, tiny
 
 import adaptivit
-from adaptivit.config import TrainConfig
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
-from adaptivit.objectives import Batch, Budget
 from adaptivit.policies.halting import Halting
-from adaptivit.start import calibrate
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.gate_init import calibrate
+from adaptivit.training.losses import Batch, Budget
 from adaptivit.utils.batch_rng import Share, drawing
 
 WORTH: dict[str, Any] = {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 3.0, "beta": 0.0}

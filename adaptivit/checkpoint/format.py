@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import __version__
 from ..errors import UserError, WeightsError, first_line
 from ..model import AdaptiveViT
-from ..sharding import like, whole
+from ..training.fsdp import like, whole
 from ..utils.atomic_io import new_directory, write_bytes, write_text
 from . import model_card
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import TrainConfig
+from ..training.config import TrainConfig
 from .dataset import mix
 from .pixel_ops import (
     AFFINE,

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import TrainConfig
 from ..errors import UserError
+from ..training.config import TrainConfig
 from .dataset import Images, Labelled, Loaded
 from .gpu_augment import Array, Draws, draw
 from .pixel_ops import AFFINE, IDENTITY, OPERATIONS, affine

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from ..config import TrainConfig
+from ..training.config import TrainConfig
 
 PAD = 8  # the share of the side by which `--augment pad` pads: 4 pixels of CIFAR's 32
 

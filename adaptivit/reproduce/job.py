@@ -25,12 +25,12 @@ from ..commands import device_of
 from ..compare import measure
 from ..compare_plan import Entry
 from ..compare_results import Row, as_row, keep_correct, read_correct
-from ..config import TrainConfig
 from ..data import dataset
 from ..data.gpu_pipeline import evaluation_images
-from ..methods import full_spec
 from ..model import AdaptiveViT
 from ..sweep_store import Lock
+from ..training.config import TrainConfig
+from ..training.methods import full_spec
 from ..utils.atomic_io import write_json
 from .plan import Job
 

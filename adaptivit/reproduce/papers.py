@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..recipes.amod import BACKBONES, TABLE_1
+from ..training.recipes.amod import BACKBONES, TABLE_1
 from .run import Run, Table
 
 _IMAGENET = "ImageNet-1k as a folder with train/ and val/"

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from .. import recipes
-from ..config import TrainConfig, _at_least
 from ..errors import UserError, unknown
-from ..methods import parse_method
 from ..policies.spec import convert
+from ..training import recipes
+from ..training.config import TrainConfig, _at_least
+from ..training.methods import parse_method
 from . import TABLES
 from .run import Run, Table
 

@@ -20,11 +20,11 @@ from PIL import Image
 from rich.console import Console
 
 from ..commands import build, device_of, names_of
-from ..config import ModelConfig
 from ..create import load
 from ..errors import UserError
 from ..model import AdaptiveViT
 from ..serve_config import TOKEN, DemoConfig, Limits, ServeConfig
+from ..training.config import ModelConfig
 from .app import make_app
 from .connection import limited
 from .guard import LOOPBACK

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..decision import Trace
+from ...decision import Trace
 
 FORMS = ("act", "hazard", "crossing")
 

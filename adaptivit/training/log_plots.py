@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from .utils.atomic_io import write_text
-from .utils.plotting import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from ..utils.atomic_io import write_text
+from ..utils.plotting import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
 Record = dict[str, Any]
 

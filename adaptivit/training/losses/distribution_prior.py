@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..output import Output
+from ...errors import UserError
+from ...output import Output
 from .base import Batch, Summed
 
 _TINY = 1e-12

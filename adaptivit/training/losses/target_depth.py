@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..output import Output
+from ...output import Output
 from .base import Batch, Summed, over_mask
 from .halting_distribution import halting_mass
 

@@ -14,8 +14,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import NotFiniteError
-from ..output import Output
+from ...errors import NotFiniteError
+from ...output import Output
 
 Sums = dict[str, Tensor]  # by term
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..output import Output
+from ...output import Output
 from .base import Batch, Summed, over_mask
 from .halting_distribution import halting_mass
 

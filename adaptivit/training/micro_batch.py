@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .objectives import Sums
+from .losses import Sums
 
 
 def rows(batch: int, part: int, parts: int, pairs: bool = False) -> list[int]:

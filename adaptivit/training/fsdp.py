@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .model import AdaptiveViT
+from ..model import AdaptiveViT
 
 
 def shard(model: AdaptiveViT, device: str, processes: int) -> None:

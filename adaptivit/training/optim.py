@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model import AdaptiveViT
 from .config import TrainConfig
-from .model import AdaptiveViT
 
 
 def adamw(model: AdaptiveViT, config: TrainConfig) -> torch.optim.AdamW:

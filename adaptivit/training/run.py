@@ -21,18 +21,20 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
-from . import sharding
-from .checkpoint.format import refill
+from ..checkpoint.format import refill
+from ..create import create
+from ..data import dataset
+from ..data.dataset import Labelled, Loaded, mix
+from ..data.gpu_pipeline import Source, evaluation_images, training_images
+from ..errors import DataError, UserError, first_line
+from ..evaluation.evaluate import Result, evaluate
+from ..execution.compiling import compiled
+from ..model import AdaptiveViT
+from ..policies import spec
+from . import fsdp
 from .config import TrainConfig
-from .create import create
-from .data import dataset
-from .data.dataset import Labelled, Loaded, mix
-from .data.gpu_pipeline import Source, evaluation_images, training_images
-from .errors import DataError, UserError, first_line
-from .evaluation.evaluate import Result, evaluate
-from .execution.compiling import compiled
-from .model import AdaptiveViT
-from .objectives import (
+from .gate_init import calibrate
+from .losses import (
     Budget,
     CrossEntropy,
     Distillation,
@@ -46,12 +48,10 @@ from .objectives import (
     Ponder,
     TargetDepth,
 )
-from .optimise import Average, adamw
-from .policies import spec
-from .run_directory import Meter, RunDirectory
-from .shares import rows
-from .start import calibrate
-from .trainer import Seen, Trainer, judged, taught
+from .micro_batch import rows
+from .optim import Average, adamw
+from .run_dir import Meter, RunDirectory
+from .step import Seen, Trainer, judged, taught
 
 
 def objective(config: TrainConfig) -> Objective:
@@ -203,7 +203,7 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     whole, wrapped = None, model
     if config.fsdp:
         whole = copy.deepcopy(model)
-        sharding.shard(model, accelerator.device.type, accelerator.num_processes)
+        fsdp.shard(model, accelerator.device.type, accelerator.num_processes)
         optimizer = adamw(model, config)
     else:
         wrapped, optimizer = accelerator.prepare(model, adamw(model, config))

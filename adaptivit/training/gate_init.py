@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .checkpoint.format import read_config
+from ..checkpoint.format import read_config
+from ..data import dataset
+from ..data.dataset import Labelled
+from ..data.gpu_pipeline import evaluation_images
+from ..model import AdaptiveViT
 from .config import TrainConfig
-from .data import dataset
-from .data.dataset import Labelled
-from .data.gpu_pipeline import evaluation_images
-from .model import AdaptiveViT
 
 
 def calibrate(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..output import Output
+from ...output import Output
 from .base import Batch, Summed, over_images
 
 

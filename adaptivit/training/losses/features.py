@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import UserError
-from ..output import Output
+from ...errors import UserError
+from ...output import Output
 from .base import Batch, Summed, over_mask
 
 

@@ -20,16 +20,16 @@ from accelerate import Accelerator
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from . import sharding
+from ..data.dataset import Loaded, mix
+from ..errors import NotFiniteError
+from ..model import AdaptiveViT
+from ..output import Output
+from ..utils.batch_rng import Share, drawing
+from . import fsdp
 from .config import TrainConfig
-from .data.dataset import Loaded, mix
-from .errors import NotFiniteError
-from .model import AdaptiveViT
-from .objectives import Batch, Losses, Objective, Sums
-from .optimise import Average, learning_rate
-from .output import Output
-from .shares import Whole, over_processes, rows
-from .utils.batch_rng import Share, drawing
+from .losses import Batch, Losses, Objective, Sums
+from .micro_batch import Whole, over_processes, rows
+from .optim import Average, learning_rate
 
 Judge = Callable[[Any, AdaptiveViT | None, Objective, Tensor, Tensor, Whole | None], tuple[Losses, Output]]
 
@@ -253,8 +253,8 @@ class Trainer:
         most = self.config.clip_grad or float("inf")
         if self.copy is None:
             return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
-        sharding.settle(self.model)
-        return sharding.clip(self.model.parameters(), most)
+        fsdp.settle(self.model)
+        return fsdp.clip(self.model.parameters(), most)
 
     # -- the weights as a whole --------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -264,7 +264,7 @@ class Trainer:
         average = self.average if averaged else None
         if self.copy is not None:
             state = self.model.state_dict() if average is None else average.values
-            self.copy.load_state_dict({name: sharding.whole(value).cpu() for name, value in state.items()})
+            self.copy.load_state_dict({name: fsdp.whole(value).cpu() for name, value in state.items()})
             try:
                 yield self.copy.to(self.accelerator.device)
             finally:

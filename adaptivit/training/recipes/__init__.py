@@ -12,9 +12,9 @@ from typing import Annotated
 
 import tyro
 
+from ...errors import UserError, unknown
+from ...policies.spec import convert, parse
 from ..config import TrainConfig
-from ..errors import UserError, unknown
-from ..policies.spec import convert, parse
 from . import aht, amod, avit, baselines, dynamicvit, evit
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {

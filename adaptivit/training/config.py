@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .errors import UserError
+from ..errors import UserError
 
 # What a method brings of its own when methods are compared under one recipe: its losses.
 LOSSES = (

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..output import Output
+from ...output import Output
 from .base import Batch, Summed, over_images
 
 _TINY = 1e-12  # inside the log alone: a zero of p must not give NaN

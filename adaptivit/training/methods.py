@@ -14,10 +14,10 @@ import re
 import typing
 from typing import Any
 
+from ..errors import UserError, unknown
+from ..policies import spec as settings
 from . import recipes
 from .config import LOSSES, TrainConfig
-from .errors import UserError, unknown
-from .policies import spec as settings
 
 
 def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..output import Output
+from ...output import Output
 from .base import Batch, Summed, over_images
 
 

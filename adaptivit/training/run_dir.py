@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 
-from . import curves, sharding
-from .checkpoint import format as checkpoint
+from ..checkpoint import format as checkpoint
+from ..errors import NotFiniteError, UserError, WeightsError
+from ..evaluation.evaluate import Result
+from ..utils import environment
+from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
+from . import fsdp, log_plots
 from .config import TrainConfig
-from .errors import NotFiniteError, UserError, WeightsError
-from .evaluation.evaluate import Result
-from .objectives import Losses
-from .utils import environment
-from .utils.atomic_io import new_directory, recover, write_bytes, write_json
+from .losses import Losses
 
 if TYPE_CHECKING:
-    from .trainer import Seen, Trainer
+    from .step import Seen, Trainer
 
 # May differ between an interrupted run and its continuation.
 _FREE = {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "compile"}
@@ -120,8 +120,8 @@ class RunDirectory:
         if trainer.copy is None:
             optimizer = trainer.optimizer.state_dict()
         else:
-            optimizer = sharding.optimizer_state(trainer.optimizer)
-            average = None if average is None else {k: sharding.whole(v).cpu() for k, v in average.items()}
+            optimizer = fsdp.optimizer_state(trainer.optimizer)
+            average = None if average is None else {k: fsdp.whole(v).cpu() for k, v in average.items()}
         if not self.main:
             return
         state = BytesIO()
@@ -147,12 +147,12 @@ class RunDirectory:
             if trainer.copy is None:
                 trainer.optimizer.load_state_dict(state["optimizer"])
             else:
-                sharding.load_optimizer(trainer.optimizer, state["optimizer"])
+                fsdp.load_optimizer(trainer.optimizer, state["optimizer"])
             step, average = int(state["step"]), state["average"]
             if trainer.average is not None:
                 own = trainer.average.values
                 checkpoint.check_fit(own, average, str(place / "training.pt"))
-                trainer.average.values = {k: sharding.like(own[k], v) for k, v in average.items()}
+                trainer.average.values = {k: fsdp.like(own[k], v) for k, v in average.items()}
         except Exception as error:
             raise WeightsError(f"Damaged checkpoint: {place / 'training.pt'} ({type(error).__name__}).") from None
         self.say(f"resumed after step {step}")
@@ -170,10 +170,10 @@ class RunDirectory:
         """The log as tables, and now and then as a picture."""
         if not self.main:
             return
-        records = curves.read(self.path / "log.jsonl")
-        curves.write_tables(records, self.path)
+        records = log_plots.read(self.path / "log.jsonl")
+        log_plots.write_tables(records, self.path)
         if last or time.monotonic() - self.drawn > _REDRAW:
-            write_bytes(self.path / "curves.png", curves.draw(records, self.path.name))
+            write_bytes(self.path / "curves.png", log_plots.draw(records, self.path.name))
             self.drawn = time.monotonic()
 
     def finish(self, trainer: Trainer, result: Result) -> None:

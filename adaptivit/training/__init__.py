@@ -1,0 +1,1 @@
+"""Train a model: configuration, steps, losses, recipes, many processes, run directories."""
