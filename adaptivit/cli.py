@@ -11,17 +11,17 @@ from typing import Any
 import tyro
 
 from . import __version__
-from .bench_config import CompareConfig
-from .benchmark_config import BenchmarkConfig
 from .errors import UserError, unknown
 from .execution.export_config import ExportConfig
+from .experiments.benchmark.config import BenchmarkConfig
+from .experiments.compare.config import CompareConfig
+from .experiments.reproduce.plan import ReproduceConfig
+from .experiments.sweep.config import SweepConfig, from_recipe
 from .policies.spec import SETTINGS, describe
-from .reproduce.plan import ReproduceConfig
-from .serve_config import DemoConfig, ServeConfig
-from .sweep_config import SweepConfig, from_recipe
+from .serve.config import DemoConfig, ServeConfig
 from .training.config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
 from .training.recipes import RecipesConfig
-from .visualize_config import VisualizeConfig
+from .visualize.config import VisualizeConfig
 
 _COMMANDS: dict[str, tuple[type, str]] = {
     "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
@@ -162,11 +162,11 @@ def _recipes(how: str) -> str:
 
 def _runner(command: str) -> Callable[[Any], None]:
     if command == "quickstart":
-        from .quickstart import quickstart
+        from .experiments.quickstart import quickstart
 
         return quickstart
     if command == "sweep":
-        from .sweep import sweep
+        from .experiments.sweep.run import sweep
 
         return sweep
     if command == "recipes":
@@ -174,7 +174,7 @@ def _runner(command: str) -> Callable[[Any], None]:
 
         return show
     if command == "reproduce":
-        from .reproduce.command import reproduce
+        from .experiments.reproduce.command import reproduce
 
         return reproduce
     from . import commands

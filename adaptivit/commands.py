@@ -18,8 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from . import __version__
-from .bench_config import CompareConfig
-from .benchmark_config import BenchmarkConfig
 from .create import create, load
 from .data import dataset
 from .data.dataset import Labelled
@@ -28,12 +26,14 @@ from .errors import UserError
 from .evaluation import evaluate as evaluation
 from .evaluation import predict as prediction
 from .execution.export_config import ExportConfig
+from .experiments.benchmark.config import BenchmarkConfig
+from .experiments.compare.config import CompareConfig
 from .model import AdaptiveViT
 from .policies import spec
-from .serve_config import DemoConfig, ServeConfig
+from .serve.config import DemoConfig, ServeConfig
 from .training.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
 from .utils.atomic_io import write_text
-from .visualize_config import VisualizeConfig
+from .visualize.config import VisualizeConfig
 
 
 def train(config: TrainConfig) -> None:
@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> None:
 
 def compare(config: CompareConfig) -> None:
     """adaptivit compare"""
-    from .compare import run
+    from .experiments.compare.run import run
 
     try:
         rows = run(config)
@@ -63,7 +63,7 @@ def compare(config: CompareConfig) -> None:
 
 def benchmark(config: BenchmarkConfig) -> None:
     """adaptivit benchmark"""
-    from .benchmark import run
+    from .experiments.benchmark.run import run
 
     try:
         rows = run(config)
@@ -233,7 +233,7 @@ def append_csv(path: str | Path, row: dict[str, Any]) -> None:
 
 def calibrate(config: CalibrateConfig) -> None:
     """adaptivit calibrate"""
-    from .calibrate_report import run
+    from .experiments.calibrate import run
 
     run(config)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.reproduce import TABLES
+from adaptivit.experiments.reproduce import TABLES
 from adaptivit.utils.atomic_io import write_bytes, write_json
 
 

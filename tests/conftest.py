@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit import sweep, sweep_report
 from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
 from adaptivit.evaluation.evaluate import Result
+from adaptivit.experiments.sweep import report, run
 from adaptivit.output import Output
 from adaptivit.training.config import TrainConfig
 
@@ -258,9 +258,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         ran.append(config)
         return result(50 + 1e4 * config.lr - config.ponder, 0.5 + 400 * config.lr)
 
-    monkeypatch.setattr(sweep, "run_trial", trial)
-    monkeypatch.setattr(sweep, "_check", lambda *_: None)
-    monkeypatch.setattr(sweep_report, "draw", lambda *_: None)
+    monkeypatch.setattr(run, "run_trial", trial)
+    monkeypatch.setattr(run, "_check", lambda *_: None)
+    monkeypatch.setattr(report, "draw", lambda *_: None)
     return ran
 
 

@@ -18,14 +18,15 @@ from PIL import Image
 from test_data import folder, refused, run
 
 import adaptivit
-from adaptivit import benchmark, benchmark_contenders
-from adaptivit.benchmark_charts import COLUMNS, Row, append, bars, label, read, speed_against_macs
-from adaptivit.benchmark_config import BenchmarkConfig
-from adaptivit.benchmark_contenders import BEST, OWN, TIMM, Padded, Product, with_product
 from adaptivit.decision import Drop, Keep, Step, Trace
 from adaptivit.errors import UserError
 from adaptivit.evaluation import halting_profiles
 from adaptivit.evaluation.timing import Timing, interleaved
+from adaptivit.experiments.benchmark import contenders
+from adaptivit.experiments.benchmark import run as benchmark
+from adaptivit.experiments.benchmark.charts import COLUMNS, Row, append, bars, label, read, speed_against_macs
+from adaptivit.experiments.benchmark.config import BenchmarkConfig
+from adaptivit.experiments.benchmark.contenders import BEST, OWN, TIMM, Padded, Product, with_product
 from adaptivit.model import AdaptiveViT
 
 DEPTH, TOKENS = 6, 17  # of digits_vit at 32 px
@@ -143,7 +144,7 @@ def test_a_wrong_or_failing_contender_is_a_row_and_the_others_go_on(
     assert "output check" in (tmp_path / "benchmark.md").read_text()
     words = ("benchmark", "--backbones", "digits_vit", "--img-size", 32, "--skip-compiled", "--device", "cpu")
     words = (*words, "--batch-sizes", 2, "--repeats", 1, "--profile", "50", "--layouts", "gathered", "--out", tmp_path)
-    monkeypatch.setattr(benchmark_contenders, "with_product", lambda vit: _raise)
+    monkeypatch.setattr(contenders, "with_product", lambda vit: _raise)
     assert run(*words) == 1
     assert "2 of 4 contenders failed" in capsys.readouterr().err
     last = by_label(read(tmp_path / "benchmark.csv")[-4:])
@@ -226,9 +227,7 @@ def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, m
     base = adaptivit.create("digits_vit", "static", img_size=32)
     at = benchmark._setting(given, base, "digits_vit", "float32", 2, torch.device("cpu"))
     trace = at.traces["50"]
-    make = partial(
-        benchmark_contenders._on_layout, at, "captured", True, lambda: benchmark_contenders._replaying(at, trace)
-    )
+    make = partial(contenders._on_layout, at, "captured", True, lambda: contenders._replaying(at, trace))
     checked = benchmark._checked(make, at)
     assert len(recorded) == 1
     assert (checked.figures["layout"], checked.contender.graph) == ("captured", True)

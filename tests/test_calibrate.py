@@ -25,11 +25,12 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import calibrate_report, layouts
+from adaptivit import layouts
 from adaptivit.budget.curve import control
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.evaluation import timing
+from adaptivit.experiments import calibrate
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.utils import hardware
 
@@ -479,7 +480,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
 def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where images differ in cost, as many as 2 % need, and a note with their number where there are not so many."""
     for name, value in (("FIRST", 8), ("LEAST", 12), ("MOST", 40)):
-        monkeypatch.setattr(calibrate_report, name, value)
+        monkeypatch.setattr(calibrate, name, value)
     torch.manual_seed(0)
     wild("confidence").save_pretrained(tmp_path / "m")
     images = (pictures(100, seed=12) * 40 + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()

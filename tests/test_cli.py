@@ -17,15 +17,15 @@ from test_data import SMALL, folder, refused, run
 
 import adaptivit
 from adaptivit import cli
-from adaptivit.bench_config import CompareConfig
-from adaptivit.benchmark_config import BenchmarkConfig
 from adaptivit.cli import _COMMANDS
 from adaptivit.errors import UserError
 from adaptivit.execution.export_config import ExportConfig
+from adaptivit.experiments.benchmark.config import BenchmarkConfig
+from adaptivit.experiments.compare.config import CompareConfig
+from adaptivit.experiments.reproduce.plan import ReproduceConfig
+from adaptivit.experiments.sweep.config import SweepConfig
 from adaptivit.policies.spec import SETTINGS, describe
-from adaptivit.reproduce.plan import ReproduceConfig
-from adaptivit.serve_config import DemoConfig, Limits, ServeConfig
-from adaptivit.sweep_config import SweepConfig
+from adaptivit.serve.config import DemoConfig, Limits, ServeConfig
 from adaptivit.training.config import (
     CalibrateConfig,
     EvaluateConfig,
@@ -35,7 +35,7 @@ from adaptivit.training.config import (
     TrainConfig,
 )
 from adaptivit.training.recipes import RECIPES, RecipesConfig
-from adaptivit.visualize_config import VisualizeConfig
+from adaptivit.visualize.config import VisualizeConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}

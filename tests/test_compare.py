@@ -16,14 +16,15 @@ from PIL import Image
 from test_data import refused, run
 
 import adaptivit
-from adaptivit import compare, compare_table
-from adaptivit.bench_config import CompareConfig
-from adaptivit.compare_plan import plan, report_images
-from adaptivit.compare_results import COLUMNS, TRAINED_ON, Results
 from adaptivit.create import create, load
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
 from adaptivit.evaluation.evaluate import Result, evaluate, paired_difference
+from adaptivit.experiments.compare import run as compare
+from adaptivit.experiments.compare import table
+from adaptivit.experiments.compare.config import CompareConfig
+from adaptivit.experiments.compare.plan import plan, report_images
+from adaptivit.experiments.compare.results import COLUMNS, TRAINED_ON, Results
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.methods import slug
 
@@ -147,7 +148,7 @@ def test_without_training_and_with_several_seeds(tmp_path: Path, small: Path) ->
     assert not (tmp_path / "out" / "runs").exists()
     text = (tmp_path / "out" / "results.md").read_text()
     assert "Mean over the seeds" in text
-    points = compare_table.points(list(rows.values()))
+    points = table.points(list(rows.values()))
     assert [len(p.seeds) for p in points] == [2, 2, 2]
     again = compare.run(config)
     assert {(row["method"], int(row["seed"])): row for row in again} == rows

@@ -12,10 +12,10 @@ from adaptivit.data.dataset.digits import Digits
 from test_data import refused
 
 from adaptivit import policies
-from adaptivit.bench_config import CompareConfig
 from adaptivit.create import create, load
 from adaptivit.data.dataset import dataset, digits
 from adaptivit.errors import UserError
+from adaptivit.experiments.compare.config import CompareConfig
 from adaptivit.training.config import LOSSES, TrainConfig
 from adaptivit.training.methods import full_spec, parse_method, slug
 from adaptivit.training.recipes import DEFAULTS, get

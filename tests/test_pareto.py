@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from adaptivit import compare_table
-from adaptivit.bench_config import CompareConfig
-from adaptivit.compare_results import COLUMNS
 from adaptivit.create import create
 from adaptivit.errors import UserError
 from adaptivit.evaluation.timing import interleaved
-from adaptivit.pareto import Point, below_axis, drawn, front, pareto
+from adaptivit.experiments.compare import table
+from adaptivit.experiments.compare.config import CompareConfig
+from adaptivit.experiments.compare.results import COLUMNS
+from adaptivit.visualize.pareto import Point, below_axis, drawn, front, pareto
 
 
 # -- timing and plot ------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def made_up(count: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("count", [3, 8, 13, 30])
 def test_labels_never_overlap(count: int) -> None:
-    points = compare_table.points(made_up(count))
+    points = table.points(made_up(count))
     figure = drawn(points)
     renderer = figure.canvas.get_renderer()
     for axes in figure.axes:
@@ -100,7 +100,7 @@ def test_labels_never_overlap(count: int) -> None:
 
 
 def test_points_far_below_do_not_press_the_others_together() -> None:
-    points = compare_table.points(made_up(13))
+    points = table.points(made_up(13))
     assert below_axis(points, 71) == {6, 12}
     axes = drawn(points).axes[0]
     low, high = axes.get_ylim()
@@ -113,7 +113,7 @@ def test_points_far_below_do_not_press_the_others_together() -> None:
     # bars are those of the paired difference, and static has none
     assert [round(p.high - p.low, 6) for p in points] == [0.0] + [1.6] * 12
     assert any("paired difference from static" in t.get_text() for t in axes.texts)
-    alone = compare_table.points(made_up(1))
+    alone = table.points(made_up(1))
     assert alone[0].high > alone[0].low
     assert any("interval of top-1" in t.get_text() for t in drawn(alone).axes[0].texts)
 
@@ -121,7 +121,7 @@ def test_points_far_below_do_not_press_the_others_together() -> None:
 def test_short_labels_are_what_differs_within_a_policy() -> None:
     long = "tome:r=" + "+".join(["12", "13"] * 6)
     few = dict.fromkeys(("tome:r=10,a=1", long, "tome:r=8+8+8+8"), "tome") | {"aht": "aht", "aht:balanced": "aht"}
-    assert list(compare_table.labels(few).values()) == [
+    assert list(table.labels(few).values()) == [
         "tome:r=10,a=1",
         "tome:r=12…13",
         "tome:r=8",
@@ -129,30 +129,30 @@ def test_short_labels_are_what_differs_within_a_policy() -> None:
         "aht:balanced",
     ]
     many = few | {f"evit:keep=0.{i},fuse=false": "evit" for i in range(1, 8)} | {"static, trained on": "static"}
-    found = list(compare_table.labels(many).values())
+    found = list(table.labels(many).values())
     assert found == ["r=10, a=1", "r=12…13", "r=8", "aht", "balanced"] + [f"keep=0.{i}" for i in range(1, 8)] + [
         "static, trained on"
     ]
-    curves = compare_table.curves_of(many)
+    curves = table.curves_of(many)
     assert curves[long] == curves["tome:r=8+8+8+8"] != curves["tome:r=10,a=1"]
     assert curves["aht"] == curves["aht:balanced"]
-    assert compare_table.shortened("x" * 30 + "y" * 30, 21) == "x" * 10 + "…" + "y" * 10
+    assert table.shortened("x" * 30 + "y" * 30, 21) == "x" * 10 + "…" + "y" * 10
 
 
 def test_the_table_fits_and_numbers_stay_whole() -> None:
     rows = made_up(30) + [row | {"seed": "1"} for row in made_up(3)]
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(compare_table.screen(rows))
+    console.print(table.screen(rows))
     said = console.export_text()
     assert len(said.strip().splitlines()) == 4 + len(rows)  # title, blank, head, rule
     assert "21,722" in said
     assert "tome:r=12…13,inflection=0.5" in said
-    assert "12+13+12+13+12+13+12+13+12+13+12+13" in compare_table.markdown(rows, CompareConfig("d", methods=("avit",)))
+    assert "12+13+12+13+12+13+12+13+12+13+12+13" in table.markdown(rows, CompareConfig("d", methods=("avit",)))
 
 
 def test_intervals_hold_at_the_ends() -> None:
     for top1, images in ((0.0, 50), (100.0, 50), (96.0, 1440)):
-        low, high = compare_table.interval(top1, images)
+        low, high = table.interval(top1, images)
         assert -1e-9 <= low <= top1 + 1e-9
         assert top1 - 1e-9 <= high <= 100 + 1e-9
         assert high > low

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from adaptivit.errors import UserError
-from adaptivit.report import Picture, write_report
 from adaptivit.utils import plotting
 from adaptivit.utils.plotting import halting_maps, layer_curve
+from adaptivit.visualize.html_report import Picture, write_report
 
 LAYERS = 12
 

@@ -27,11 +27,11 @@ from test_compare import small
 from test_data import refused, run
 from test_reproduce_plan import planned
 
-from adaptivit.compare_results import read_correct
 from adaptivit.evaluation.evaluate import paired_difference
-from adaptivit.reproduce import TABLES, Run, Table, execute, report
-from adaptivit.reproduce import job as job_module
-from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
+from adaptivit.experiments.compare.results import read_correct
+from adaptivit.experiments.reproduce import TABLES, Run, Table, execute, report
+from adaptivit.experiments.reproduce import job as job_module
+from adaptivit.experiments.reproduce.plan import Job, ReproduceConfig, plan
 from adaptivit.utils.atomic_io import write_json
 
 _ = small  # a fixture
@@ -334,7 +334,7 @@ def test_when_the_time_is_up_jobs_are_asked_to_stop_and_those_that_got_done_coun
     now = itertools.count(0, 4)  # seconds, one look at the clock after the other
     monkeypatch.setattr(execute, "launch", launch)
     monkeypatch.setattr(execute, "_POLL", 0.0)
-    monkeypatch.setattr("adaptivit.reproduce.execute.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("adaptivit.experiments.reproduce.execute.time.monotonic", lambda: next(now))
     config = {"table": "tiny", "data": str(small), "weights": "none", "device": "cpu", "jobs": 2, "minutes": 1.0}
     places = {"out": str(tmp_path / "out"), "work": str(tmp_path / "work")}
     rows = execute.execute(ReproduceConfig(**config, **places))

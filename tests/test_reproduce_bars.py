@@ -14,10 +14,10 @@ from test_compare import small
 from test_data import run
 from test_reproduce import TINY, launched, words
 
-from adaptivit.compare_results import read_correct
 from adaptivit.evaluation.evaluate import paired_difference
-from adaptivit.reproduce import OURS, TABLES, Run, Table, bars, report
-from adaptivit.reproduce.plan import ReproduceConfig, plan
+from adaptivit.experiments.compare.results import read_correct
+from adaptivit.experiments.reproduce import OURS, TABLES, Run, Table, bars, report
+from adaptivit.experiments.reproduce.plan import ReproduceConfig, plan
 
 _ = small, launched  # fixtures
 

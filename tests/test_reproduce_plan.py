@@ -19,12 +19,12 @@ from test_compare import small
 from test_data import refused, run
 
 import adaptivit
-from adaptivit.compare_results import read_correct
 from adaptivit.errors import UserError
+from adaptivit.experiments.compare.results import read_correct
+from adaptivit.experiments.reproduce import TABLES, equal_cost, execute, tables
+from adaptivit.experiments.reproduce import job as job_module
+from adaptivit.experiments.reproduce.plan import Job, ReproduceConfig, plan
 from adaptivit.policies import spec as settings
-from adaptivit.reproduce import TABLES, equal_cost, execute, tables
-from adaptivit.reproduce import job as job_module
-from adaptivit.reproduce.plan import Job, ReproduceConfig, plan
 from adaptivit.training.methods import full_spec
 from adaptivit.training.recipes import RECIPES
 from adaptivit.utils.atomic_io import write_json

@@ -24,7 +24,7 @@ from serving import Running, error, files, photo, running, until
 
 from adaptivit import cli
 from adaptivit.serve import Job, Service, command
-from adaptivit.serve_config import Limits, ServeConfig
+from adaptivit.serve.config import Limits, ServeConfig
 
 pytestmark = pytest.mark.xdist_group("serve_limits")  # one service
 

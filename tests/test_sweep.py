@@ -14,14 +14,14 @@ from conftest import result
 from test_cli import static
 from test_data import SMALL, npz, refused, run, split_folder
 
-from adaptivit import sweep_report
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import UserError
-from adaptivit.sweep import search
-from adaptivit.sweep_config import SweepConfig, TrialConfig
-from adaptivit.sweep_report import best, front, hypervolume
-from adaptivit.sweep_space import parse, points
-from adaptivit.sweep_store import Record
+from adaptivit.experiments.sweep import report
+from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
+from adaptivit.experiments.sweep.report import best, front, hypervolume
+from adaptivit.experiments.sweep.run import search
+from adaptivit.experiments.sweep.space import parse, points
+from adaptivit.experiments.sweep.store import Record
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import get
 
@@ -146,7 +146,7 @@ def test_the_budget_chooses_the_best_within_it(tmp_path: Path, fake: list[TrainC
 def test_a_trial_in_the_budget_comes_before_a_better_score_over_it() -> None:
     wanted = SweepConfig(BASE, (LR,), objective="budget", max_share=0.5)
     over, under = record(1, 90, 0.501), record(2, 60, 0.5)
-    assert sweep_report.score(wanted, 90, 0.501) == pytest.approx(89)
+    assert report.score(wanted, 90, 0.501) == pytest.approx(89)
     assert best(wanted, [over, under]) is under
     assert best(wanted, [over]) is over
 
@@ -175,7 +175,7 @@ def test_the_hypervolume_is_said_after_every_trial(tmp_path: Path, fake: list[Tr
 @pytest.mark.parametrize("shares", [(0.4, 0.6, 0.9), (1.0, 1.0, 1.0), (0.5,)])
 def test_the_front_is_drawn(tmp_path: Path, shares: tuple[float, ...]) -> None:
     records = [record(i, 50 + 10 * i, share) for i, share in enumerate(shares)]
-    sweep_report.draw(config(tmp_path), records)
+    report.draw(config(tmp_path), records)
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -10,8 +10,8 @@ import pytest
 from test_data import refused
 
 from adaptivit.errors import UserError
-from adaptivit.sweep_config import SweepConfig, TrialConfig
-from adaptivit.sweep_space import apply, parse, total
+from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
+from adaptivit.experiments.sweep.space import apply, parse, total
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import get
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from test_sweep import config, pairs, rows
 
-from adaptivit import sweep, sweep_store
 from adaptivit.errors import NotFiniteError, UserError
 from adaptivit.evaluation.evaluate import Result
-from adaptivit.sweep import search
-from adaptivit.sweep_config import TrialConfig
-from adaptivit.sweep_space import parse
+from adaptivit.experiments.sweep import run
+from adaptivit.experiments.sweep import store as sweep_store
+from adaptivit.experiments.sweep.config import TrialConfig
+from adaptivit.experiments.sweep.run import search
+from adaptivit.experiments.sweep.space import parse
 from adaptivit.training.config import TrainConfig
 
 BASE = TrialConfig(data="photos")
@@ -27,7 +28,7 @@ LR, PONDER = "lr=1e-4|3e-4|1e-3", "ponder=0|0.1"
 
 # -- how trials end -------------------------------------------------------------------------------------------------
 def patched(monkeypatch: pytest.MonkeyPatch, fails: Callable[[TrainConfig], BaseException | None]) -> None:
-    inner = sweep.run_trial
+    inner = run.run_trial
 
     def trial(config: TrialConfig, show: bool = True) -> Result:
         error = fails(config)
@@ -35,7 +36,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, fails: Callable[[TrainConfig], Base
             raise error
         return inner(config, show)
 
-    monkeypatch.setattr(sweep, "run_trial", trial)
+    monkeypatch.setattr(run, "run_trial", trial)
 
 
 @pytest.mark.parametrize("error", [NotFiniteError("The loss became nan."), torch.OutOfMemoryError("The loss no")])
@@ -98,15 +99,15 @@ def test_an_interrupted_run_directory_is_resumed(tmp_path: Path) -> None:
     wanted = config(tmp_path)
     (tmp_path / "trials" / "0002").mkdir(parents=True)
     (tmp_path / "trials" / "0002" / "config.json").write_text("{}")
-    assert not sweep.trial_config(wanted, 1, {}).resume
-    assert sweep.trial_config(wanted, 2, {}).resume
+    assert not run.trial_config(wanted, 1, {}).resume
+    assert run.trial_config(wanted, 2, {}).resume
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
 def test_those_who_share_a_directory_share_the_trials(
     tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
-    meet, inner, errors = threading.Barrier(2, timeout=300), sweep.run_trial, []
+    meet, inner, errors = threading.Barrier(2, timeout=300), run.run_trial, []
     first = threading.local()
 
     def together(c: TrialConfig, show: bool = True) -> Result:
@@ -115,7 +116,7 @@ def test_those_who_share_a_directory_share_the_trials(
             meet.wait()
         return inner(c, show)
 
-    monkeypatch.setattr(sweep, "run_trial", together)
+    monkeypatch.setattr(run, "run_trial", together)
 
     def work() -> None:
         try:
@@ -136,9 +137,9 @@ def test_those_who_share_a_directory_share_the_trials(
 
 _WORKER = """
 import sys, time
-from adaptivit.sweep_config import SweepConfig, TrialConfig
-from adaptivit.sweep_space import parse
-from adaptivit.sweep_store import Store
+from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
+from adaptivit.experiments.sweep.space import parse
+from adaptivit.experiments.sweep.store import Store
 config = SweepConfig(TrialConfig(data="photos", out=sys.argv[1]), ("lr=1e-4|3e-4|1e-3", "ponder=0|0.1"))
 store = Store(config, parse(config.space, config.train))
 while (claim := store.claim()) is not None:

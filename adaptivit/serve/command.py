@@ -23,9 +23,9 @@ from ..commands import build, device_of, names_of
 from ..create import load
 from ..errors import UserError
 from ..model import AdaptiveViT
-from ..serve_config import TOKEN, DemoConfig, Limits, ServeConfig
 from ..training.config import ModelConfig
 from .app import make_app
+from .config import TOKEN, DemoConfig, Limits, ServeConfig
 from .connection import limited
 from .guard import LOOPBACK
 from .service import Service

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from ..data.dataset import rgb
-from ..serve_config import Limits
+from .config import Limits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _DRAIN = 4  # limits' worth of a body that is too large are read and thrown away, so that its sender hears the answer

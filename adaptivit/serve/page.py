@@ -24,9 +24,9 @@ from torch import Tensor
 from ..budget.curve import Budget
 from ..create import create
 from ..model import AdaptiveViT
-from ..report import STYLE
 from ..utils.hardware import device_name
 from ..utils.plotting import COLOURS
+from ..visualize.html_report import STYLE
 from ..visualize.seen import METHODS
 from .batcher import QueueFull
 from .limits import Refused, busy

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..budget.curve import Budget
 from ..errors import UserError
 from ..model import AdaptiveViT
-from ..serve_config import Limits
 from . import limits as checks
 from .batcher import Answer, Batcher, Job, QueueFull
+from .config import Limits
 from .limits import Refused, busy
 from .metrics import Metrics
 

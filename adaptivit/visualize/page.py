@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..report import html_cards, html_footer, html_page, html_prose, html_table, html_text
 from . import charts, paint
 from .classes import Row, gain_and_lose, shallow_and_deep
+from .html_report import html_cards, html_footer, html_page, html_prose, html_table, html_text
 from .importance import Importance
 from .seen import Seen
 

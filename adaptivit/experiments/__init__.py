@@ -1,0 +1,1 @@
+"""Work made of many runs: quickstart, comparison, benchmark, sweep, reproduction."""

@@ -1,0 +1,1 @@
+"""Throughput and latency beside static baselines."""

@@ -1,0 +1,311 @@
+"""Who takes part in a benchmark: timm's model as it is, compiled, the best static one, ours, and padding.
+
+Shapes: B images of C x H x W pixels, N slots, D width, L blocks; n rows of the longest image. All contenders of one
+configuration share the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...backbones import timm_vit as backbone
+from ...create import create, load
+from ...decision import Drop, Trace, detached
+from ...errors import UserError
+from ...evaluation import halting_profiles
+from ...layouts.base import take
+from ...model import AdaptiveViT
+from ...policies import spec as settings
+from .config import GRAPH, BenchmarkConfig
+
+TIMM, COMPILED, BEST, OWN = "timm", "timm compiled", "best static", "ours, nothing halted"
+BASELINES = (TIMM, COMPILED, BEST, OWN)
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes in which torch.compile records CUDA graphs itself
+
+Call = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to time: `call` takes the batch [B, C, H, W] and returns logits [B, classes] or an Output."""
+
+    call: Call
+    model: AdaptiveViT  # whose weights run
+    recording: Call | None = None  # the same with all decisions in its trace, where `call` leaves them out
+    adaptive: bool = True  # checked against a masked replay of its decisions; else against timm's model
+    layout: str = ""  # where the output does not say it
+    static_mode: str = ""
+    trace: Trace | None = None  # where the output has none
+    graph: bool = False  # holds the memory of a CUDA graph
+    plan: str = ""  # what was captured
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row to come. Of several candidates the fastest is taken."""
+
+    name: str
+    makes: tuple[Callable[[], Contender], ...]
+    policy: str = ""
+    layout: str = ""
+
+    @property
+    def label(self) -> str:
+        """Unique among the contenders of a configuration."""
+        return self.name if self.name in BASELINES else f"{self.name} ({self.layout})"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration: the static model and the images on their device, in their dtype."""
+
+    backbone: str
+    dtype: str
+    images: Tensor  # [B, C, H, W]
+    base: AdaptiveViT
+    traces: dict[str, Trace]  # of every profile, on the device
+    checkpoint: AdaptiveViT | None = None
+    references: dict[int, Any] = field(default_factory=dict)  # float32 copies of backbones
+
+    @property
+    def batch(self) -> int:
+        return len(self.images)
+
+    def in_float(self, vit: Any) -> Any:
+        """The backbone with its weights as they are, in float32."""
+        if next(vit.parameters()).dtype == torch.float32:
+            return vit
+        if id(vit) not in self.references:
+            self.references[id(vit)] = copy.deepcopy(vit).float()
+        return self.references[id(vit)]
+
+
+def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
+    """Every contender of a configuration: the static baselines first."""
+    device, vit = at.images.device.type, at.base.vit
+    on_gpu = device == "cuda"
+    found = [Entry(TIMM, (partial(Contender, vit, at.base, adaptive=False),))]
+    if not config.skip_compiled:
+        found.append(Entry(COMPILED, (partial(_static, at, "reduce-overhead" if on_gpu else "default", vit),)))
+    best = with_product(vit)
+    found.append(Entry(BEST, tuple(partial(_static, at, mode, best) for mode in config.modes_on(device))))
+    own, compiled = "captured" if on_gpu else "packed", not config.skip_compiled
+    found.append(Entry(OWN, (partial(_on_layout, at, own, compiled, partial(_nothing_left, at)),), "static", own))
+    layouts = config.layouts_on(device)
+    compact = [layout for layout in layouts if layout != "padded"]
+    for spec in dict.fromkeys(config.policies):
+        make = partial(_model, config, at, spec)
+        found += [Entry(spec, (partial(_on_layout, at, layout, compiled, make),), spec, layout) for layout in compact]
+    for profile, trace in at.traces.items():
+        name = "replay " + (Path(profile).stem if profile.startswith(halting_profiles.REPLAY) else profile)
+        make = partial(_replaying, at, trace)
+        found += [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), "replay", x) for x in compact]
+        if "padded" in layouts:
+            found.append(Entry(name, (partial(_padding, at, trace),), "replay", "padded"))
+    if at.checkpoint is not None:
+        model = at.checkpoint
+        spec, name = settings.spec(model.policy_name, model.policy.settings), f"checkpoint {config.checkpoint}"
+        found += [Entry(name, (partial(_on_layout, at, x, compiled, lambda: model),), spec, x) for x in compact]
+    return found
+
+
+def checkpoint_for(config: BenchmarkConfig, base: AdaptiveViT) -> AdaptiveViT | None:
+    """The model of --checkpoint, where this is the backbone that it holds."""
+    if config.checkpoint is None:
+        return None
+    model = load(config.checkpoint)
+    return (
+        model if replace(model.shape, classes=0, heads_out=0) == replace(base.shape, classes=0, heads_out=0) else None
+    )
+
+
+def _model(config: BenchmarkConfig, at: Setting, spec: str) -> AdaptiveViT:
+    """A policy on the common weights."""
+    policy, values = settings.parse(spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.weights is None:
+            model = create(at.base.vit, policy, **values)
+        else:  # which may hold the policy's own parameters
+            model = create(at.backbone, policy, weights=config.weights, img_size=config.img_size, **values)
+            if model.shape == at.base.shape:
+                model.vit = at.base.vit
+    return model.to(at.images.device, at.images.dtype).eval()
+
+
+def _nothing_left(at: Setting) -> AdaptiveViT:
+    """Ours with every token everywhere: in the last MLP too, where nobody reads the patches."""
+    model = AdaptiveViT(at.base.vit, "static", {}).eval()
+    model.whole_end = True
+    return model
+
+
+def _replaying(at: Setting, trace: Trace) -> AdaptiveViT:
+    return AdaptiveViT(at.base.vit, "replay", {"trace": trace}).eval()
+
+
+def _on_layout(
+    at: Setting, layout: str, compiled: bool, make: Callable[[], AdaptiveViT], trace: Trace | None = None
+) -> Contender:
+    model = make()
+    if layout != "captured":
+        return Contender(partial(model, layout=layout), model)
+    captured = model.capture(at.batch, profile=at.images if trace is None else trace, compile=compiled)
+    return Contender(captured, model, captured.record, layout="captured", graph=True, plan=captured.explain())
+
+
+# -- static baselines -----------------------------------------------------------------------------------------------
+class Product(nn.Module):
+    """timm's patch embedding as one matrix product: [B, C, H, W] -> [B, patches, D]."""
+
+    def __init__(self, embed: Any) -> None:
+        super().__init__()
+        self.proj, self.norm = embed.proj, embed.norm
+
+    def forward(self, images: Tensor) -> Tensor:
+        high, wide = self.proj.kernel_size
+        batch, channels, height, width = images.shape
+        x = images.reshape(batch, channels, height // high, high, width // wide, wide)
+        x = x.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * high * wide)
+        return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
+
+
+def with_product(vit: Any) -> Any:
+    """The same model and weights with its patch convolution as a product; itself where that is no plain one."""
+    embed = vit.patch_embed
+    conv = embed.proj
+    plain = conv.kernel_size == conv.stride and conv.padding in (0, (0, 0)) and conv.groups == 1
+    if not plain or conv.dilation not in (1, (1, 1)) or vit.dynamic_img_size or not embed.flatten:
+        return vit
+    twin = copy.copy(vit)
+    twin._modules = dict(vit._modules) | {"patch_embed": Product(embed)}
+    return twin
+
+
+def _static(at: Setting, mode: str, vit: Any) -> Contender:
+    """A static model run in one of the modes of --static-modes."""
+    kind = mode.removesuffix(GRAPH)
+    call: Call = vit
+    if kind != "eager":
+        compiled: Any = torch.compile(vit, mode=None if kind == "default" else kind, dynamic=False)
+        call = compiled
+    own = kind in _GRAPH_MODES and at.images.is_cuda
+    if own:
+        call = partial(_new_step, call)
+    if mode.endswith(GRAPH):
+        call = graphed(call, at.images)
+    return Contender(call, at.base, adaptive=False, static_mode=mode, graph=own or mode.endswith(GRAPH))
+
+
+def _new_step(call: Call, images: Tensor) -> Any:
+    torch.compiler.cudagraph_mark_step_begin()  # what earlier graphs returned may be overwritten
+    return call(images)
+
+
+@torch.inference_mode()
+def graphed(call: Call, images: Tensor) -> Call:
+    """The call as one CUDA graph. Copying the batch to where the graph reads it is part of every call."""
+    batch = images.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call(batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(batch)
+
+    def replayed(images: Tensor) -> Any:
+        batch.copy_(images)
+        graph.replay()
+        return out
+
+    return replayed
+
+
+# -- padding to the longest -----------------------------------------------------------------------------------------
+def _padding(at: Setting, trace: Trace) -> Contender:
+    return Contender(Padded(at.base, trace), at.base, layout="padded", trace=trace)
+
+
+class Padded:
+    """A recorded trace of Drops on a rectangle as wide as the longest image, with a key mask, block by block of timm's.
+
+    What halting code without ragged kernels does. After every Drop the rows that are left move to the front.
+    """
+
+    def __init__(self, model: AdaptiveViT, trace: Trace) -> None:
+        self.vit: Any = model.vit
+        self.shape = model.shape
+        self.pools = self.shape.read == self.shape.tokens
+        self.drops: dict[tuple[int, str], Tensor] = {}  # (layer, when) -> [B, N] leaving
+        for step in trace.steps:
+            drop = step.decision
+            plain = isinstance(drop, Drop) and drop.share is None and not drop.zeroed and step.when != "between"
+            if not plain or trace.pooled != "all":
+                raise UserError(f"padded: carries out a plain Drop around a block, got {_what(drop)} {step.when} it.")
+            assert isinstance(drop, Drop)
+            if not self.pools and drop.leaving[:, : self.shape.read].any():
+                raise UserError("padded: expected the tokens that the head reads to stay, but they leave.")
+            self.drops[step.layer, step.when] = drop.leaving
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, classes]"""
+        x = backbone.embed(self.vit, images)
+        live = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # [B, N]
+        places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n] slot of every row
+        last = x  # [B, N, D] value of every token when it was last moved, for heads that pool
+        mask: Tensor | None = None  # [B, n] rows that are not padding
+        for layer, block in enumerate(self.vit.blocks):
+            for when in ("before", "after"):
+                leaving = self.drops.get((layer, when))
+                if leaving is not None:
+                    last = self._kept(last, x, places, mask)
+                    live = live & ~leaving
+                    longest = int(live.sum(-1).max())
+                    order = (~live.gather(1, places)).long().argsort(dim=-1, stable=True)[:, :longest]
+                    x, places = take(x, order), places.gather(1, order)
+                    mask = live.gather(1, places)
+                if when == "before":
+                    x = block(x, attn_mask=None if mask is None else mask[:, None, None, :])
+        readout = self._kept(last, x, places, mask) if self.pools else x[:, : self.shape.read]
+        return backbone.head(self.vit, readout)[1]
+
+    def _kept(self, last: Tensor, x: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
+        """The last values with those of the present rows in them; padding is not taken."""
+        if not self.pools:
+            return last
+        where = places[..., None].expand_as(x)
+        new = x if mask is None else torch.where(mask[..., None], x, last.gather(1, where))
+        return last.scatter(1, where, new)
+
+
+def _what(decision: object) -> str:
+    return type(decision).__name__
+
+
+def on_device(trace: Trace, device: torch.device) -> Trace:
+    """The trace where it is needed, so that replaying it copies nothing."""
+    steps = tuple(replace(step, decision=detached(step.decision, device)) for step in trace.steps)
+    return replace(trace, attended=trace.attended.to(device), updated=trace.updated.to(device), steps=steps)
+
+
+def traces_for(config: BenchmarkConfig, base: AdaptiveViT, batch: int, device: torch.device) -> dict[str, Trace]:
+    """The trace of every profile for this batch size."""
+    shape = base.shape
+    given: dict[str, int] = {"layers": shape.layers, "tokens": shape.tokens, "prefix": shape.prefix}
+    names: Sequence[str] = tuple(dict.fromkeys(config.profile))
+    return {
+        name: on_device(halting_profiles.trace_of(name, batch=batch, seed=config.seed, **given), device)
+        for name in names
+    }

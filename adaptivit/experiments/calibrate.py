@@ -1,0 +1,257 @@
+"""adaptivit calibrate: images in; the curve into the checkpoint, with a table, a CSV file and a picture of it."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from .. import __version__
+from ..budget import control
+from ..budget import curve as budgets
+from ..budget.curve import Calibration, Point
+from ..budget.measure import Check, check
+from ..budget.measure import Progress as Progressing
+from ..checkpoint.format import read_config
+from ..commands import device_of, signed_percent
+from ..create import load
+from ..data import dataset
+from ..data.dataset import Images, Labelled
+from ..errors import DataError
+from ..evaluation.predict import find_images
+from ..model import AdaptiveViT
+from ..training.config import CalibrateConfig
+from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
+from ..utils.hardware import device_name
+
+FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cost, and for the curve
+
+
+def run(config: CalibrateConfig) -> None:
+    """The command."""
+    if config.budget is not None:
+        budgets.parse(config.budget)  # a mistake is said before anything runs
+    model, device = load(config.checkpoint).float(), device_of(config.device)
+    images, others = _images(config.data), None if config.check is None else _images(config.check)
+    model = model.to(device)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("calibrate", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        limit = config.limit or _enough(model, images, config, progress)
+        seen, unseen = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))
+        first, second = (_tensors(model, part, config) for part in (seen, unseen))
+        curve = model.calibrate(
+            first,
+            config.budget,
+            batch_size=config.batch_size,
+            latency_batch=config.latency_batch,
+            progress=progress,
+        )
+        own = [] if config.budget is None or budgets.parse(config.budget).free else [config.budget]
+        asked = list(dict.fromkeys([*own, *curve.tenths()]))
+        rows = check(model, second, asked, config.batch_size, progress)
+    place = Path(config.out or config.checkpoint)
+    _store(config, curve, model, rows)
+    console = Console(width=None if Console().is_terminal else 110)
+    console.print(table(curve, rows, sum(map(len, second)), config))
+    for line in notes(model, curve):
+        print(line)
+    print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
+
+
+def _enough(model: AdaptiveViT, images: Labelled, config: CalibrateConfig, progress: Progressing) -> int:
+    """How many images the curve is to be measured on, by how much a few of them differ in cost."""
+    if control.fixes_counts(model.policy) or len(images) <= LEAST:
+        return LEAST
+    few = _tensors(model, images.spread(FIRST), config)
+    curve = model.calibrate(few, batch_size=config.batch_size, progress=progress)
+    device = device_name(next(model.parameters()).device)
+    own = None if config.budget is None else budgets.parse(config.budget)
+    if own is not None and own.ms is None and not own.free:
+        goals = [curve.wanted(own, device)]
+    else:
+        goals = [curve.wanted(budgets.parse(tenth), device) for tenth in curve.tenths()]
+    needed = max((curve.needed(macs) or LEAST for macs in goals), default=LEAST)
+    return min(max(round(1.2 * needed), LEAST), MOST)  # the spread of so few is an estimate itself
+
+
+def _images(source: str) -> Labelled:
+    """Images whose labels do not matter; not the test split where there is another."""
+    try:
+        npz = source.endswith(".npz") and Path(source).is_file()
+        found = dataset.unlabelled(Path(source)) if npz else dataset.splits(source)
+    except DataError:
+        if not Path(source).is_dir():
+            raise
+        paths = find_images((source,))
+        return Labelled(source, paths, [0] * len(paths), ("",))
+    return next(found[name] for name in ("val", "train", "all", "test") if name in found)
+
+
+def _halves(images: Labelled, limit: int) -> tuple[Labelled, Labelled]:
+    chosen = images.spread(2 * limit)
+    if len(chosen) < 2:
+        raise DataError(f"{images.source}: expected at least 2 images, one for the curve and one to check it on.")
+    halves = [chosen.part(range(start, len(chosen), 2)) for start in (0, 1)]
+    return halves[0], halves[1]
+
+
+def _tensors(model: AdaptiveViT, part: Labelled, config: CalibrateConfig) -> list[Tensor]:
+    source = Images(part, model.preprocessing.evaluation())
+    batches = dataset.batches(source, dataset.in_order(len(source), config.batch_size), config.workers)
+    read = [batch.images for batch in batches if len(batch.images)]
+    if not read:
+        raise DataError(f"{part.source}: no image could be read.")
+    return read
+
+
+def _store(config: CalibrateConfig, curve: Calibration, model: AdaptiveViT, rows: Sequence[Check]) -> None:
+    """Into the checkpoint, or a copy of it; nothing else of it changes."""
+    source = Path(config.checkpoint)
+    entry = read_config(source) | {"calibration": curve.to_config(model.budget)}
+    files = {
+        "calibration.csv": as_csv(curve, rows, config, model).encode(),
+        "calibration.png": picture(curve, rows, model),
+    }
+    if config.out is None:
+        write_json(source / "config.json", entry)
+        for name, content in files.items():
+            write_bytes(source / name, content)
+        return
+    with new_directory(config.out) as place:
+        shutil.copytree(source, place, dirs_exist_ok=True)
+        write_text(place / "config.json", json.dumps(entry, indent=2) + "\n")
+        for name, content in files.items():
+            write_bytes(place / name, content)
+
+
+def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
+    """What the table does not say."""
+    said = []
+    if not curve.continuous:
+        said.append(f"{curve.knob} fixes how many tokens stay: a budget is met by the nearest step below it")
+    if curve.latency is not None:
+        slow, fast = curve.latency.points[0][1], curve.latency.points[-1][1]
+        said.append(
+            f"milliseconds hold for {curve.latency.images} of {curve.latency.dtype} on {curve.latency.device}, "
+            f"{curve.latency.layout}: {slow:.3g} ms down to {fast:.3g} ms"
+        )
+    device = next(model.parameters()).device
+    doubt = curve.doubt(model.budget, device_name(device))
+    if doubt is not None:
+        said.append(f"note: {doubt}")
+    if model.budget is not None:
+        said.append(f"budget {model.budget}: {curve.knob} = {model._position(device):.5g}")
+    return said
+
+
+def table(curve: Calibration, rows: Sequence[Check], images: int, config: CalibrateConfig) -> Table:
+    made = Table(title=f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others")
+    names = ("budget", curve.knob, "live tokens", "GMACs asked for", "GMACs", "against static", "error", "expected")
+    for name in names:
+        made.add_column(name, justify="right")
+    for row in rows:
+        made.add_row(
+            row.budget,
+            f"{row.position:.4f}",
+            f"{row.point.live:.1f}",
+            f"{row.wanted / 1e9:.4f}",
+            f"{row.point.macs / 1e9:.4f}",
+            signed_percent(row.point.macs / curve.static - 1),
+            f"{100 * row.error:+.2f} %",
+            _expected(curve, row.wanted),
+        )
+    return made
+
+
+def _expected(curve: Calibration, macs: float) -> str:
+    """How well a budget is met on new images, by what the curve knows of itself."""
+    error = curve.error(macs)
+    return "?" if error is None else f"±{100 * error:.2f} %" if curve.continuous else "a step"
+
+
+def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, model: AdaptiveViT) -> str:
+    """The curve's points, then the budgets checked on unseen images."""
+    out = io.StringIO()
+    names = ("kind", "budget", "knob", "position", "live", "gmacs_asked", "gmacs", "gmacs_sd", "gmacs_static")
+    errors = ("error", "expected_error")
+    where = {
+        "images": curve.images,
+        "data": config.data,
+        "check": config.check or "",
+        "policy": model.policy_name,
+        "device": device_name(next(model.parameters()).device),
+        "date": datetime.date.today().isoformat(),
+        "adaptivit": __version__,
+        "torch": torch.__version__,
+    }
+    writer = csv.DictWriter(out, fieldnames=[*names, *errors, *where], lineterminator="\n")
+    writer.writeheader()
+    lines: list[dict[str, Any]] = [
+        {"kind": "curve", "position": p.knob, "live": p.live, "gmacs": p.macs / 1e9, "gmacs_sd": _sd(p)}
+        for p in curve.points
+    ]
+    lines += [
+        {
+            "kind": "unseen",
+            "budget": row.budget,
+            "position": row.position,
+            "live": row.point.live,
+            "gmacs_asked": row.wanted / 1e9,
+            "gmacs": row.point.macs / 1e9,
+            "gmacs_sd": _sd(row.point),
+            "error": row.error,
+            "expected_error": curve.error(row.wanted),
+        }
+        for row in rows
+    ]
+    for line in lines:
+        full = {"knob": curve.knob, "gmacs_static": curve.static / 1e9} | line | where
+        writer.writerow({k: f"{v:.8g}" if isinstance(v, float) else v for k, v in full.items()})
+    return out.getvalue()
+
+
+def _sd(point: Point) -> float | None:
+    return None if point.spread is None else point.spread / 1e9
+
+
+def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> bytes:
+    """MACs against the position of the dial: the curve, and the budgets checked on unseen images."""
+    from ..utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+
+    figure = _figure(1000, 640)
+    axes = _axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)
+    x, y = [p.knob for p in curve.points], [p.macs / 1e9 for p in curve.points]
+    if curve.continuous:
+        axes.plot(x, y, color=ACCENT, linewidth=1.8, zorder=3)
+    else:
+        axes.scatter(x, y, s=9, color=ACCENT, linewidths=0, zorder=3)
+    axes.scatter([r.position for r in rows], [r.point.macs / 1e9 for r in rows], s=42, color=INK, zorder=4)
+    axes.axhline(curve.static / 1e9, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
+    axes.set_ylim(0, 1.08 * max(*y, curve.static / 1e9))
+    if curve.continuous:  # far ends, where nothing changes any more, would squeeze the rest
+        span = curve.points[0].macs - curve.points[-1].macs
+        busy = [p.knob for p in curve.points if 0.01 * span < p.macs - curve.points[-1].macs < 0.99 * span] or x
+        room = 0.15 * (max(busy) - min(busy)) or 1.0
+        axes.set_xlim(min(busy) - room, max(busy) + room)
+    axes.set_xlabel(curve.knob, fontsize=8, color=MUTED, labelpad=6)
+    axes.set_ylabel("GMACs an image", fontsize=8, color=MUTED, labelpad=6)
+    detail = f"line: {curve.images} images; dots: budgets on images that it has not seen; dashed: static"
+    _headline(axes, f"What {model.policy_name} costs by its {curve.knob}", detail)
+    return _png(figure)

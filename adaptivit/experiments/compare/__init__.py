@@ -1,0 +1,1 @@
+"""Many methods under one recipe, side by side."""

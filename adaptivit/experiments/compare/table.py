@@ -1,0 +1,250 @@
+"""The rows of a comparison for people: a table on the screen, the same as Markdown, points for the plot."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ...visualize.pareto import FEW, Point
+from .config import CompareConfig
+from .results import STATIC, TRAINED_ON, Row
+
+_MISSING = "—"
+_WIDEST = 40  # characters of a method on the screen, so that the table fits 120 columns
+
+
+def interval(top1: float, images: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of an accuracy in %, which holds near 0 and 100 % too."""
+    z, p = 1.96, top1 / 100
+    centre = (p + z * z / (2 * images)) / (1 + z * z / images)
+    half = z / (1 + z * z / images) * math.sqrt(p * (1 - p) / images + z * z / (4 * images * images))
+    return 100 * (centre - half), 100 * (centre + half)
+
+
+def headings(rows: Sequence[Row]) -> list[str]:
+    names = ["method", "top-1 %", "against static", "GMACs", "share", "depth"]
+    if any(row["timed"] for row in rows):
+        names += ["images/s", "speed"]
+    return ["method", "seed", *names[1:]] if len({row["seed"] for row in rows}) > 1 else names
+
+
+def lines(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """One line a row, cheapest first, failed ones at the end."""
+    chosen = headings(rows)
+    ordered = sorted(rows, key=lambda r: (r["status"] != "ok", float(r["gmacs"] or "inf"), r["method"], int(r["seed"])))
+    return [{name: _line(row).get(name, "") for name in chosen} for row in ordered]
+
+
+def _line(row: Row) -> dict[str, str]:
+    line = {"method": row["method"], "seed": row["seed"]}
+    if row["status"] != "ok":
+        return line | {"top-1 %": "failed"}
+    low, high = interval(float(row["top1"]), int(row["images"]))
+    line |= {
+        "top-1 %": f"{float(row['top1']):.2f} ± {(high - low) / 2:.2f}",
+        "against static": _MISSING,
+        "GMACs": _digits(float(row["gmacs"])),
+        "share": f"{100 * float(row['gmacs_share']):.1f} %",
+        "depth": f"{float(row['mean_depth']):.2f}",
+    }
+    if row["difference"]:
+        line["against static"] = f"{float(row['difference']) + 0.0:+.2f} ± {float(row['difference_ci95']):.2f}"
+    if row["timed"]:
+        rate, ratio = float(row["images_per_second_compact"]), row["speed_compact"]
+        line["images/s"] = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        line["speed"] = f"{float(ratio):.2f}x" if ratio else _MISSING
+    return line
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 0.1 else f"{value:.3f}"
+
+
+def shortened(text: str, width: int) -> str:
+    """The text; where it is longer than width, with its lists shortened, and then with … in its middle."""
+    text, tail = text if len(text) <= width else _lists(text), (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"
+
+
+def screen(rows: Sequence[Row], title: str = "every method under the same recipe, cheapest first") -> Table:
+    """The table for 120 columns, results.md without the intervals of top-1 alone; in fewer only methods wrap."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in headings(rows):
+        if name == "method":
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for line in lines(rows):
+        cells = line | {"method": shortened(line["method"], _WIDEST), "top-1 %": line["top-1 %"].partition(" ±")[0]}
+        table.add_row(*map(Text, cells.values()), style="red" if line["top-1 %"] == "failed" else None)
+    return table
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Why rows have no figures, a line each."""
+    failed = [row for row in rows if row["status"] != "ok"]
+    return [f"{row['method']}, seed {row['seed']}, failed: {row['reason']}" for row in failed]
+
+
+def markdown(rows: Sequence[Row], config: CompareConfig) -> str:
+    """A Markdown table with its caption; below it, with several seeds, mean and spread of each method."""
+    text = ["# Comparison", "", *grid(headings(rows), [list(line.values()) for line in lines(rows)]), ""]
+    text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
+    text += _caption(rows, config)
+    several = means(rows)
+    if several:
+        text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
+        text += grid(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
+    if any(row["status"] == "ok" for row in rows):
+        text += ["", "![Accuracy against cost](pareto.png)"]
+    return "\n".join(text) + "\n"
+
+
+def grid(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    rows = [[cell.replace("|", "\\|") for cell in cells] for cells in body]
+    rule = ["---" if name == "method" else "---:" for name in names]
+    return ["| " + " | ".join(cells) + " |" for cells in (names, rule, *rows)]
+
+
+def _caption(rows: Sequence[Row], config: CompareConfig) -> list[str]:
+    def several(name: str) -> str:
+        return ", ".join(dict.fromkeys(row[name] for row in rows if row[name]))
+
+    good = [row for row in rows if row["status"] == "ok"]
+    reference = TRAINED_ON if config.start == "static" else STATIC
+    text = [f"`{config.command()}`", ""]
+    if good:
+        text += [
+            f"{several('images')} images of {config.data} ({config.split} split), backbone {config.backbone}. "
+            f"Share is that of the static model's MACs, depth the mean number of blocks a patch sees. "
+            f"± are 95 % intervals: of top-1 alone, and of the paired difference from `{reference}` of the same seed. "
+            f"Epochs: {several('epochs')}. A difference smaller than its interval is not a result.",
+            "",
+        ]
+    timed = [row for row in good if row["timed"]]
+    if timed:
+        text += [
+            f"Time: batches of {several('timing_batch')}, {several('timing_precision')}, {several('timing_device')}, "
+            "all models in turn, median; "
+            f"layout {several('compact_layout')}, as `auto` chooses; speed is the ratio to `{reference}`. "
+            "With masks: see results.csv.",
+            "",
+        ]
+    versions = ", ".join(f"{name} {several(name)}" for name in ("adaptivit", "torch", "timm"))
+    commit = f", commit {several('commit')}" if several("commit") else ""
+    return [
+        *text,
+        f"Seeds {several('seed')}; {several('date')}; {several('device')}; {versions}, Python {several('python')}"
+        f"{commit}. Raw figures: [results.csv](results.csv).",
+    ]
+
+
+def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            groups.setdefault(row["method"], []).append(row)
+    return groups
+
+
+def means(rows: Sequence[Row]) -> list[list[str]]:
+    """Mean and spread of every method that has several seeds, cheapest first."""
+    found = []
+    for method, group in _groups(rows).items():
+        if len(group) < 2:
+            continue
+        cells = [method, str(len(group))]
+        for name in ("top1", "difference", "gmacs", "mean_depth"):
+            values = [float(row[name]) for row in group if row[name]]
+            mean, spread = (statistics.mean(values), max(values) - min(values)) if values else (math.nan, math.nan)
+            if name == "gmacs":
+                cells.append(f"{_digits(mean)} ({_digits(spread)})")
+            elif values:
+                cells.append(f"{mean + 0.0:{'+' if name == 'difference' else ''}.2f} ({spread:.2f})")
+            else:
+                cells.append(_MISSING)
+        found.append((statistics.mean(float(row["gmacs"]) for row in group), cells))
+    return [cells for _, cells in sorted(found)]
+
+
+# -- the plot -------------------------------------------------------------------------------------------------------
+def points(rows: Sequence[Row]) -> list[Point]:
+    """One point a method, the mean over its seeds."""
+    groups, found = _groups(rows), []
+    references = {row["compared_to"] for row in rows}
+    policies = {method: group[0]["policy"] for method, group in groups.items()}
+    names, curves = labels(policies), curves_of(policies)
+    for method, group in groups.items():
+        top1 = statistics.mean(float(row["top1"]) for row in group)
+        low, high = interval(top1, int(group[0]["images"]))
+        halves = [float(row["difference_ci95"]) for row in group if row["difference_ci95"]]
+        if halves or method in references:
+            half = statistics.mean(halves) if halves else 0.0
+            low, high = top1 - half, top1 + half
+        speeds = [float(row["images_per_second_compact"]) for row in group if row["images_per_second_compact"]]
+        found.append(
+            Point(
+                label=method,
+                policy=policies[method],
+                top1=top1,
+                low=low,
+                high=high,
+                gmacs=statistics.mean(float(row["gmacs"]) for row in group),
+                speed=statistics.mean(speeds) if speeds else None,
+                seeds=tuple((float(row["gmacs"]), float(row["top1"])) for row in group) if len(group) > 1 else (),
+                paired=bool(halves),
+                short=names[method],
+                curve=curves[method],
+            )
+        )
+    return found
+
+
+def labels(policies: Mapping[str, str]) -> dict[str, str]:
+    """What to write at the points of methods: names of a few; of many the settings that differ within their policy."""
+    if len(policies) <= FEW:
+        return {method: shortened(_lists(method), 40) for method in policies}
+    found = {}
+    for method, policy in policies.items():
+        others = [_settings(other) for other in policies if policies[other] == policy]
+        own = {k: v for k, v in _settings(method).items() if any(other.get(k) != v for other in others)}
+        text = ", ".join(f"{k}={_lists(v)}" if k else v for k, v in own.items())
+        found[method] = shortened(text or method.partition(":")[0], 30)
+    return found
+
+
+def curves_of(policies: Mapping[str, str]) -> dict[str, str]:
+    """The curve of each method: its policy and settings without the one that has most values within the policy."""
+    found = {}
+    for method, policy in policies.items():
+        pairs = {pair for other in policies if policies[other] == policy for pair in _settings(other).items()}
+        counts = Counter(key for key, _ in sorted(pairs))
+        knob = counts.most_common(1)[0][0] if counts else ""
+        rest = sorted(f"{k}={v}" for k, v in _settings(method).items() if k != knob)
+        found[method] = ",".join([policy, *rest])
+    return found
+
+
+def _settings(method: str) -> dict[str, str]:
+    """policy:recipe,a=1,b=2 as {"": "recipe", "a": "1", "b": "2"}."""
+    parts = [part.strip().rpartition("=") for part in method.partition(":")[2].split(",") if part.strip()]
+    return {key.strip(): value.strip() for key, _, value in parts}
+
+
+def _lists(text: str) -> str:
+    """Lists of more than three, such as 12+13+12+13, as 12…13."""
+
+    def ends(found: re.Match[str]) -> str:
+        parts = found[0].split("+")
+        if parts[0] == parts[-1]:
+            parts.sort(key=lambda part: (len(part), part))
+        return parts[0] if parts[0] == parts[-1] else f"{parts[0]}…{parts[-1]}"
+
+    return re.sub(r"[\w.]+(\+[\w.]+){3,}", ends, text)

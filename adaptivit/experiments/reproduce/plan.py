@@ -1,0 +1,267 @@
+"""A table on given data and weights: its jobs in order, each with its full configuration. Nothing here imports torch.
+
+A job has a key, a hash of all that its figures follow from. What is finished under that key is never run again, by
+whatever table; where the settings of a table change, the rows that they touch get new keys and are run anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import re
+import shlex
+import typing
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ...errors import UserError, unknown
+from ...policies.spec import convert
+from ...training import recipes
+from ...training.config import TrainConfig, _at_least
+from ...training.methods import parse_method
+from . import TABLES
+from .run import Run, Table
+
+# Of a training, what its figures do not follow from.
+_FREE: tuple[str, ...] = (
+    "out",
+    "resume",
+    "recipe",
+    "workers",
+    "device",
+    "log_steps",
+    "checkpoint_steps",
+    "tensorboard",
+)
+_FREE += ("compile", "val_epochs")
+_OWN = ("data", "weights", "teacher", "out", "resume", "recipe", "policy", "seed", "device", "workers")
+
+
+@dataclass(frozen=True)
+class ReproduceConfig:
+    """Run a table or figure of ours or of a paper again: train, evaluate, write CSV, table and plot.
+
+    Without a name: what there is. A second call with the same settings goes on with what is missing.
+    Example: adaptivit reproduce cifar100-main --data cifar100.npz --weights deit_tiny.safetensors --jobs 4
+    """
+
+    table: Annotated[str | None, tyro.conf.Positional] = None
+    """Name of the table; none to list them."""
+    data: str | None = None
+    """The data that the table is about, as for train."""
+    weights: str | None = None
+    """Starting weights: a file, a checkpoint directory, or a folder with BACKBONE.safetensors for every backbone of the
+    table; `none` for random ones."""
+    out: str | None = None
+    """Where results.csv, results.md and the plots go; default: runs/reproduce/TABLE."""
+    work: str = "runs/reproduce/work"
+    """Where runs, logs and finished rows are kept; tables that share it share what they have in common."""
+    seeds: tuple[int, ...] = ()
+    """Every row once with each seed; default: the table's."""
+    only: tuple[str, ...] = ()
+    """Only these rows, by name or pattern (`AHT*`), and those that they start from."""
+    set: tuple[str, ...] = ()
+    """key=value for every row, a setting of train, e.g. epochs=1 batch_size=64."""
+    jobs: int = 1
+    """Rows at a time, each in a process of its own; several small models fill a large GPU."""
+    minutes: float | None = None
+    """Stop after so many: rows that run write a checkpoint, and the same command goes on with them. 0: run nothing,
+    write the results of what is finished."""
+    split: Literal["auto", "val", "test"] = "auto"
+    """Images of the report; auto: test, else val, else what training held out. Use val for choosing."""
+    limit: int | None = None
+    """Only so many of them, evenly spread."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train and evaluate."""
+    workers: int = 0
+    """Data-loading processes of each job."""
+    dry_run: bool = False
+    """Show what would be run, and run nothing."""
+
+    def __post_init__(self) -> None:
+        _at_least("jobs", self.jobs, 1)
+        _at_least("workers", self.workers, 0)
+        if self.limit is not None:
+            _at_least("limit", self.limit, 1)
+        if self.minutes is not None:
+            _at_least("minutes", self.minutes, 0)
+        for seed in self.seeds:
+            _at_least("seeds", seed, 0)
+        if not self.table and any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)):
+            raise UserError(
+                f"Expected the name of a table, e.g. adaptivit reproduce digits. Valid: {', '.join(TABLES)}."
+            )
+        if self.table and self.table not in TABLES:
+            raise unknown("table", self.table, TABLES)
+        self.changes()
+
+    @property
+    def what(self) -> Table:
+        assert self.table is not None
+        return TABLES[self.table]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.out or f"runs/reproduce/{self.table}")
+
+    def changes(self) -> dict[str, Any]:
+        """--set, with its values converted."""
+        hints = typing.get_type_hints(TrainConfig)
+        valid, found = [name for name in hints if name not in _OWN], {}
+        for item in self.set:
+            key, sign, value = (part.strip() for part in item.partition("="))
+            if not sign:
+                raise UserError(f"set: expected key=value, e.g. epochs=1, got {item!r}.")
+            if key not in valid:
+                raise unknown("setting", key, valid)
+            found[key] = convert(key, value, hints[key])
+        return found
+
+    def command(self) -> str:
+        """The command line that makes the whole table."""
+        words = ["adaptivit", "reproduce", self.what.name]
+        for f in dataclasses.fields(self)[1:]:
+            value = getattr(self, f.name)
+            if f.name not in ("only", "dry_run", "minutes") and value != f.default:
+                several = value if isinstance(value, tuple) else (value,)
+                words += ["--" + f.name.replace("_", "-"), *map(str, several)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to come: one run with one seed."""
+
+    name: str
+    seed: int
+    training: TrainConfig
+    trains: bool
+    epochs: int  # on this data since --weights
+    share: float | None
+    split: Literal["auto", "val", "test"]
+    limit: int | None
+    paper: str
+    key: str
+    work: str
+    needs: str = ""  # key of the job that it starts from
+
+    @property
+    def row(self) -> Path:
+        """What was measured; beside it, as .npz, which images were right."""
+        return Path(self.work) / "rows" / f"{self.key}.json"
+
+    @property
+    def correct(self) -> Path:
+        return self.row.with_suffix(".npz")
+
+    @property
+    def log(self) -> Path:
+        return Path(self.work) / "logs" / f"{_words(self.name)}-seed{self.seed}-{self.key}.log"
+
+    @property
+    def model(self) -> str:
+        return str(Path(self.training.out) / "model") if self.trains else str(self.training.weights)
+
+
+def plan(config: ReproduceConfig) -> list[Job]:
+    """Every row in the order in which it is run."""
+    table = config.what
+    chosen = _chosen(table, config.only)
+    jobs: list[Job] = []
+    for seed in dict.fromkeys(config.seeds or table.seeds):
+        made: dict[str, Job] = {}
+        for run in table.runs:
+            if run.name in chosen:
+                own = seed if run.seed is None else run.seed
+                made[run.name] = _job(config, table, run, own, made.get(run.start))
+        jobs += [job for job in made.values() if all((job.name, job.seed) != (j.name, j.seed) for j in jobs)]
+    return jobs
+
+
+def _chosen(table: Table, only: Sequence[str]) -> set[str]:
+    """Names of the runs that were asked for, with those that they start from."""
+    names = [run.name for run in table.runs]
+    found = set() if only else set(names)
+    for pattern in only:
+        hits = [name for name in names if pattern == name] or fnmatch.filter(names, pattern)
+        if not hits:
+            raise unknown(f"row of {table.name}:", pattern, names)
+        found |= set(hits)
+    for run in reversed(table.runs):
+        if run.name in found and run.start:
+            found.add(run.start)
+    return found
+
+
+def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job | None) -> Job:
+    data = config.data or ("digits" if table.data == "digits" else None)
+    if data is None:
+        if not config.dry_run:
+            raise UserError(f"{table.name} needs --data: {table.data}.")
+        data = "DATA"
+    given: dict[str, Any] = {"data": data, "seed": seed, "device": config.device, "workers": config.workers}
+    if run.recipe:
+        training = replace(recipes.get(run.recipe), recipe=run.recipe, **given, **run.change)
+    else:
+        training = parse_method(run.method, TrainConfig(**{**table.shared, **run.change, **given, "policy": "static"}))
+    training = replace(training, **config.changes())
+    weights = start.model if start else _weights(config, table, run, training.backbone)
+    facts = {k: v for k, v in asdict(training).items() if k not in _FREE}
+    facts |= {"weights": start.key if start else weights}
+    if not run.train:
+        facts |= {"epochs": 0}
+    # without the row's name: what other rows and tables train, too, is trained once
+    out = Path(config.work) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{_hash(facts)}"
+    key = _hash(facts | {"share": run.share, "split": config.split, "limit": config.limit})
+    own = training.epochs if run.train else 0
+    return Job(
+        name=run.name,
+        seed=seed,
+        training=replace(training, weights=weights, out=str(out)),
+        trains=run.train,
+        epochs=own + (start.epochs if start else 0),
+        share=run.share,
+        split=config.split,
+        limit=config.limit,
+        paper=run.paper,
+        key=key,
+        work=config.work,
+        needs=start.key if start else "",
+    )
+
+
+def _weights(config: ReproduceConfig, table: Table, run: Run, backbone: str) -> str | None:
+    """The weights that a run starts from."""
+    if run.weights == "none" or config.weights == "none" or (config.weights is None and table.data == "digits"):
+        return None
+    name = run.weights or backbone
+    if config.weights is None:
+        if not config.dry_run:
+            raise UserError(
+                f"{table.name} needs --weights: a file, or a folder with {name}.safetensors (of timm's keys) and so on "
+                "for every backbone; or none for random ones."
+            )
+        return f"WEIGHTS/{name}"
+    path = Path(config.weights)
+    if not run.weights and (path.is_file() or (path / "config.json").exists()):
+        return str(path)
+    tried = [path / f"{name}{suffix}" for suffix in (".safetensors", ".pth", ".pt", "")]
+    found = next((place for place in tried if place.exists()), None)
+    if found is None and not config.dry_run:
+        raise UserError(f"weights: expected {tried[0]} or {tried[-1]}/ for the row {run.name!r}; it is not there.")
+    return str(found or tried[0])
+
+
+def _words(name: str) -> str:
+    """A name as a part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
+
+
+def _hash(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]

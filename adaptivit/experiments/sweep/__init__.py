@@ -1,0 +1,1 @@
+"""Search over settings on the validation images."""
