@@ -15,11 +15,11 @@ import time
 
 import torch
 from adaptivit.budget.curve.measure import Check, check
+from adaptivit.cli.main.commands import append_csv
 from adaptivit.data.dataset.dataset import Images
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit.commands import append_csv
 from adaptivit.data.dataset import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name

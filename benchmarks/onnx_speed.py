@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 
 import onnxruntime
 from adaptivit.checkpoint.format.model_card import pictures_for
+from adaptivit.cli.main.commands import append_csv
 
 import adaptivit
-from adaptivit.commands import append_csv
 from adaptivit.evaluation.predict import find_images
 from adaptivit.execution.export import Run, run_onnx
 

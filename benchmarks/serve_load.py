@@ -29,9 +29,9 @@ from typing import Any
 
 import httpx
 import torch
+from adaptivit.cli.main.commands import append_csv
 
 import adaptivit
-from adaptivit.commands import append_csv
 from adaptivit.data.dataset import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name

@@ -16,11 +16,11 @@ import time
 from typing import Any
 
 import torch
+from adaptivit.cli.main.commands import append_csv
 from adaptivit.data.dataset.dataset import Images
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit.commands import append_csv
 from adaptivit.data.dataset import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.serve import Batcher, Job

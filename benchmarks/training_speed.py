@@ -23,10 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
+from adaptivit.cli.main.commands import append_csv
 from adaptivit.data.dataset.dataset import Loaded
 
 import adaptivit
-from adaptivit.commands import append_csv
 from adaptivit.kernels import weighted_attention
 from adaptivit.policies import spec
 from adaptivit.training.config import TrainConfig

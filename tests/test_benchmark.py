@@ -356,7 +356,7 @@ def test_defaults_follow_the_device() -> None:
 
 def test_help_without_torch() -> None:
     code = (
-        "import sys; from adaptivit.cli import main; main(['benchmark', '--help']); "
+        "import sys; from adaptivit.cli.main import main; main(['benchmark', '--help']); "
         "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

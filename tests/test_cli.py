@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from adaptivit.cli.main.main import _COMMANDS
 from test_data import SMALL, folder, refused, run
 
 import adaptivit
-from adaptivit import cli
-from adaptivit.cli import _COMMANDS
+from adaptivit.cli.main import main
 from adaptivit.errors import UserError
 from adaptivit.execution.export_config import ExportConfig
 from adaptivit.experiments.benchmark.config import BenchmarkConfig
@@ -114,7 +114,7 @@ def test_help_with_a_recipe_shows_its_values(capsys: Any) -> None:
 
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
-        "import sys; from adaptivit.cli import main\n"
+        "import sys; from adaptivit.cli.main import main\n"
         "main(['--help']); main(['--version'])\n"
         "for c in ('quickstart', 'train', 'evaluate', 'predict', 'compare', 'sweep'): main([c, '--help'])\n"
         "for w in (['reproduce', '--help'], ['reproduce'], ['recipes', '--help'], ['recipes'], ['recipes', 'amod']):\n"
@@ -250,7 +250,7 @@ def test_an_interruption_names_resume_where_there_is_one(monkeypatch: pytest.Mon
     def stop(given: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", stop)
+    monkeypatch.setattr(main, "_run", stop)
     assert run("train", "--data", "x") == 130
     assert capsys.readouterr().err == "interrupted; go on with --resume\n"
     assert run("calibrate", "x") == 130

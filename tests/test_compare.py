@@ -233,7 +233,7 @@ def test_another_directory_is_left_alone(tmp_path: Path) -> None:
 # -- the command line -----------------------------------------------------------------------------------------------
 def test_help_without_torch() -> None:
     code = (
-        "import sys; from adaptivit.cli import main; main(['compare', '--help']); "
+        "import sys; from adaptivit.cli.main import main; main(['compare', '--help']); "
         "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

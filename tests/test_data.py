@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adaptivit.cli.main.main import main
 from adaptivit.data.dataset.dataset import Images
 from adaptivit.data.dataset.preprocess import Preprocessing
 from PIL import Image
 
-from adaptivit.cli import main
 from adaptivit.data.dataset import dataset
 from adaptivit.errors import DataError
 from adaptivit.training.config import TrainConfig

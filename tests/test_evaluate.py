@@ -21,7 +21,7 @@ from test_cli import static
 from test_data import SMALL, folder, npz, refused, run, split_folder
 
 import adaptivit
-from adaptivit import commands
+from adaptivit.cli.main import commands
 from adaptivit.data.dataset import dataset
 from adaptivit.evaluation.evaluate import Result, evaluate, flipped_decisions, paired_difference
 

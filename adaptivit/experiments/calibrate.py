@@ -24,7 +24,7 @@ from ..budget.curve import Calibration, Point
 from ..budget.measure import Check, check
 from ..budget.measure import Progress as Progressing
 from ..checkpoint.format import read_config
-from ..commands import device_of, signed_percent
+from ..cli.commands import device_of, signed_percent
 from ..create import load
 from ..data import dataset
 from ..data.dataset import Images, Labelled

@@ -19,7 +19,7 @@ import uvicorn
 from PIL import Image
 from rich.console import Console
 
-from ..commands import build, device_of, names_of
+from ..cli.commands import build, device_of, names_of
 from ..create import load
 from ..errors import UserError
 from ..model import AdaptiveViT

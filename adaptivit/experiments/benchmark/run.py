@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from ... import __version__
-from ...commands import device_of
+from ...cli.commands import device_of
 from ...cost import CostModel
 from ...create import create
 from ...data import dataset

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ... import __version__
-from ...commands import device_of
+from ...cli.commands import device_of
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...errors import UserError, first_line

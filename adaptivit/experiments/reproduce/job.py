@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from ...budget import curve as budgets
-from ...commands import device_of
+from ...cli.commands import device_of
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...model import AdaptiveViT

@@ -136,7 +136,7 @@ def _model(config: TrialConfig, classes: int) -> AdaptiveViT:
 
 
 def _untrained(config: TrialConfig) -> Result:
-    from ...commands import device_of
+    from ...cli.commands import device_of
 
     torch.manual_seed(config.seed)
     _, val = dataset.for_training(config.data, config.val_split, config.seed)

@@ -10,18 +10,18 @@ from typing import Any
 
 import tyro
 
-from . import __version__
-from .errors import UserError, unknown
-from .execution.export_config import ExportConfig
-from .experiments.benchmark.config import BenchmarkConfig
-from .experiments.compare.config import CompareConfig
-from .experiments.reproduce.plan import ReproduceConfig
-from .experiments.sweep.config import SweepConfig, from_recipe
-from .policies.spec import SETTINGS, describe
-from .serve.config import DemoConfig, ServeConfig
-from .training.config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
-from .training.recipes import RecipesConfig
-from .visualize.config import VisualizeConfig
+from .. import __version__
+from ..errors import UserError, unknown
+from ..execution.export_config import ExportConfig
+from ..experiments.benchmark.config import BenchmarkConfig
+from ..experiments.compare.config import CompareConfig
+from ..experiments.reproduce.plan import ReproduceConfig
+from ..experiments.sweep.config import SweepConfig, from_recipe
+from ..policies.spec import SETTINGS, describe
+from ..serve.config import DemoConfig, ServeConfig
+from ..training.config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
+from ..training.recipes import RecipesConfig
+from ..visualize.config import VisualizeConfig
 
 _COMMANDS: dict[str, tuple[type, str]] = {
     "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
@@ -110,7 +110,7 @@ def _parse(command: str, rest: list[str]) -> Any:
         if name is not None:
             from dataclasses import replace
 
-            from .training.recipes import get
+            from ..training.recipes import get
 
             default = replace(get(name), recipe=name, data=tyro.MISSING)
     if command == "sweep" and (name := _recipe_name(rest)) is not None:
@@ -155,26 +155,26 @@ def _policies() -> str:
 
 
 def _recipes(how: str) -> str:
-    from .training.recipes import listing
+    from ..training.recipes import listing
 
     return f"recipes ({how})\n{listing()}\n"
 
 
 def _runner(command: str) -> Callable[[Any], None]:
     if command == "quickstart":
-        from .experiments.quickstart import quickstart
+        from ..experiments.quickstart import quickstart
 
         return quickstart
     if command == "sweep":
-        from .experiments.sweep.run import sweep
+        from ..experiments.sweep.run import sweep
 
         return sweep
     if command == "recipes":
-        from .training.recipes import show
+        from ..training.recipes import show
 
         return show
     if command == "reproduce":
-        from .experiments.reproduce.command import reproduce
+        from ..experiments.reproduce.command import reproduce
 
         return reproduce
     from . import commands

@@ -17,29 +17,29 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from . import __version__
-from .create import create, load
-from .data import dataset
-from .data.dataset import Labelled
-from .data.gpu_pipeline import evaluation_images
-from .errors import UserError
-from .evaluation import evaluate as evaluation
-from .evaluation import predict as prediction
-from .execution.export_config import ExportConfig
-from .experiments.benchmark.config import BenchmarkConfig
-from .experiments.compare.config import CompareConfig
-from .model import AdaptiveViT
-from .policies import spec
-from .serve.config import DemoConfig, ServeConfig
-from .training.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
-from .utils.atomic_io import write_text
-from .visualize.config import VisualizeConfig
+from .. import __version__
+from ..create import create, load
+from ..data import dataset
+from ..data.dataset import Labelled
+from ..data.gpu_pipeline import evaluation_images
+from ..errors import UserError
+from ..evaluation import evaluate as evaluation
+from ..evaluation import predict as prediction
+from ..execution.export_config import ExportConfig
+from ..experiments.benchmark.config import BenchmarkConfig
+from ..experiments.compare.config import CompareConfig
+from ..model import AdaptiveViT
+from ..policies import spec
+from ..serve.config import DemoConfig, ServeConfig
+from ..training.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
+from ..utils.atomic_io import write_text
+from ..visualize.config import VisualizeConfig
 
 
 def train(config: TrainConfig) -> None:
     from accelerate import PartialState
 
-    from .training.run import fit
+    from ..training.run import fit
 
     result = fit(config)
     if PartialState().is_main_process:
@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> None:
 
 def compare(config: CompareConfig) -> None:
     """adaptivit compare"""
-    from .experiments.compare.run import run
+    from ..experiments.compare.run import run
 
     try:
         rows = run(config)
@@ -63,7 +63,7 @@ def compare(config: CompareConfig) -> None:
 
 def benchmark(config: BenchmarkConfig) -> None:
     """adaptivit benchmark"""
-    from .experiments.benchmark.run import run
+    from ..experiments.benchmark.run import run
 
     try:
         rows = run(config)
@@ -233,7 +233,7 @@ def append_csv(path: str | Path, row: dict[str, Any]) -> None:
 
 def calibrate(config: CalibrateConfig) -> None:
     """adaptivit calibrate"""
-    from .experiments.calibrate import run
+    from ..experiments.calibrate import run
 
     run(config)
 
@@ -265,8 +265,8 @@ def predict(config: PredictConfig) -> None:
 
 def export(config: ExportConfig) -> None:
     """adaptivit export"""
-    from .checkpoint.model_card import pictures_for
-    from .execution.export import export as write
+    from ..checkpoint.model_card import pictures_for
+    from ..execution.export import export as write
 
     model = load(config.checkpoint).float()
     images = pictures_for(model, prediction.find_images(config.images)[:64]) if config.images else None
@@ -302,7 +302,7 @@ def _emit(text: str, out: str | None) -> None:
 
 def visualize(config: VisualizeConfig) -> None:
     """adaptivit visualize"""
-    from .visualize import data_set, report
+    from ..visualize import data_set, report
 
     start = time.perf_counter()
     chosen = (config.checkpoint, config.backbone, config.policy, config.weights, config.img_size)
@@ -357,7 +357,7 @@ def demo(config: DemoConfig) -> None:
 
 def _serving() -> Any:
     try:
-        from .serve import command
+        from ..serve import command
     except ModuleNotFoundError as error:
         needed = ("fastapi", "uvicorn", "starlette", "pydantic", "python_multipart")
         if (error.name or "").partition(".")[0] not in needed:
