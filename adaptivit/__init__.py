@@ -16,9 +16,9 @@ __version__ = "0.1.0"
 _HOME = {
     "create": "factory",
     "load": "factory",
-    "from_pretrained": "hub",
-    "features": "dense",
-    "export": "exporting",
+    "from_pretrained": "checkpoint.hub",
+    "features": "evaluation.dense_features",
+    "export": "execution.export",
     "AdaptiveViT": "model",
     "Output": "output",
     "Trace": "decision",
@@ -27,9 +27,17 @@ _HOME = {
     "Skip": "decision",
     "Merge": "decision",
     "Policy": "policies.base",
-    "save_trace": "trace_file",
-    "load_trace": "trace_file",
+    "save_trace": "checkpoint.traces",
+    "load_trace": "checkpoint.traces",
     "UserError": "errors",
+}
+
+_MODULES = {
+    "losses": "training.losses",
+    "recipes": "training.recipes",
+    "settings": "policies.spec",
+    "testing": "testing",
+    "visualize": "visualize",
 }
 
 __all__ = [
@@ -56,11 +64,11 @@ __all__ = [
 if TYPE_CHECKING:
     from .checkpoint.hub import from_pretrained
     from .checkpoint.traces import load_trace, save_trace
-    from .create import create, load
     from .decision import Drop, Keep, Merge, Skip, Trace
     from .errors import UserError
     from .evaluation.dense_features import features
     from .execution.export import export
+    from .factory import create, load
     from .model import AdaptiveViT
     from .output import Output
     from .policies import register as register_policy
@@ -68,10 +76,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("objectives", "recipes", "settings", "testing", "visualize"):
-        return importlib.import_module(f".{name}", __name__)
+    if name in _MODULES:
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
     if name == "register_policy":
         return importlib.import_module(".policies", __name__).register
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module 'adaptivit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES})

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from .create import create
 from .decision import Trace
 from .errors import UserError
+from .factory import create
 from .model import AdaptiveViT
 from .output import Output
 

@@ -1,7 +1,8 @@
 """Which tiles of the ragged attention are fastest: python3 benchmarks/attention_tiles.py --batch-sizes 32 256 --out OUT
 
 The table behind tile_for in adaptivit/kernels/ragged_attention.py: images of 197 tokens (and as many as --tokens says),
-of which each stays with a chance of --live. Tiles take turns; those that are off by more than 2 % of float32's are left out.
+of which each stays with a chance of --live. Tiles take turns; those that are off by more than 2 % of float32's are left
+out.
 """
 
 from __future__ import annotations

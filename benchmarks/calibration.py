@@ -14,13 +14,13 @@ import math
 import time
 
 import torch
-from adaptivit.budget.curve.measure import Check, check
-from adaptivit.cli.main.commands import append_csv
-from adaptivit.data.dataset.dataset import Images
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.budget.measure import Check, check
+from adaptivit.cli.commands import append_csv
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Images
 from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 

@@ -26,12 +26,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.cli.main.commands import append_csv
-from adaptivit.data.dataset.dataset import Labelled, Loaded
-from adaptivit.data.dataset.gpu_pipeline import Source, training_images
-
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.cli.commands import append_csv
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Labelled, Loaded
+from adaptivit.data.gpu_pipeline import Source, training_images
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer, _accelerator, _trainer
 from adaptivit.utils.environment import commit

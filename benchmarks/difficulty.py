@@ -24,10 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.data.dataset.gpu_pipeline import evaluation_images
-
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.data import dataset
+from adaptivit.data.gpu_pipeline import evaluation_images
 from adaptivit.utils.atomic_io import write_text
 from adaptivit.utils.environment import commit
 from adaptivit.utils.hardware import device_name

@@ -1,9 +1,9 @@
 """Which tiles are fastest, kernel by kernel: python3 benchmarks/kernel_tiles.py [--only linear] [--rows 6304]
 
 The tables behind tile_for in adaptivit/kernels/. Triton compiles every tile first, which takes long: run it with
---compile I/N in N processes side by side (nothing is timed then), and then once without. Prints the fastest tiles of every case,
-with the error against float32, beside the tile that tile_for chooses. --products fc2 --measured: those alone, with the
-moments of what they write.
+--compile I/N in N processes side by side (nothing is timed then), and then once without. Prints the fastest tiles of
+every case, with the error against float32, beside the tile that tile_for chooses. --products fc2 --measured: those
+alone, with the moments of what they write.
 """
 
 from __future__ import annotations

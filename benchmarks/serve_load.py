@@ -29,10 +29,10 @@ from typing import Any
 
 import httpx
 import torch
-from adaptivit.cli.main.commands import append_csv
 
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.cli.commands import append_csv
+from adaptivit.data import dataset
 from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 

@@ -16,12 +16,12 @@ import time
 from typing import Any
 
 import torch
-from adaptivit.cli.main.commands import append_csv
-from adaptivit.data.dataset.dataset import Images
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.cli.commands import append_csv
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Images
 from adaptivit.policies import spec as settings
 from adaptivit.serve import Batcher, Job
 from adaptivit.utils.hardware import device_name

@@ -23,10 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.cli.main.commands import append_csv
-from adaptivit.data.dataset.dataset import Loaded
-
 import adaptivit
+from adaptivit.cli.commands import append_csv
+from adaptivit.data.dataset import Loaded
 from adaptivit.kernels import weighted_attention
 from adaptivit.policies import spec
 from adaptivit.training.config import TrainConfig

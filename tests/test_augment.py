@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adaptivit.data.dataset.dataset import Images, Labelled
-from adaptivit.data.dataset.gpu_pipeline import OnDevice, evaluation_images, training_images
-from adaptivit.data.dataset.preprocess import Preprocessing
 from conftest import shared
 from PIL import Image
 from test_data import npz, pixels, refused, split_folder, train
@@ -22,7 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from adaptivit.data.dataset import dataset, gpu_augment, mosaics, pixel_ops
+from adaptivit.data import dataset, gpu_augment, mosaics, pixel_ops
+from adaptivit.data.dataset import Images, Labelled
+from adaptivit.data.gpu_pipeline import OnDevice, evaluation_images, training_images
+from adaptivit.data.preprocess import Preprocessing
 from adaptivit.errors import UserError
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from adaptivit.budget.curve.curve import Calibration, Latency, Point, falling, parse
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptivit.budget.curve import Calibration, Latency, Point, falling, parse
 from adaptivit.errors import UserError
 
 

@@ -13,10 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from adaptivit.budget.curve.control import Turn
-from adaptivit.budget.curve.curve import Calibration, parse
-from adaptivit.budget.curve.measure import NEAR, check, static_macs
-from adaptivit.data.dataset.dataset import Images
 from conftest import TINY, assert_close, pictures, shared, tiny
 from plain import wild
 from test_conformance import CASES
@@ -26,8 +22,12 @@ from torchvision.transforms import v2
 
 import adaptivit
 from adaptivit import layouts
-from adaptivit.budget.curve import control
-from adaptivit.data.dataset import dataset
+from adaptivit.budget import control
+from adaptivit.budget.control import Turn
+from adaptivit.budget.curve import Calibration, parse
+from adaptivit.budget.measure import NEAR, check, static_macs
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Images
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.evaluation import timing
 from adaptivit.experiments import calibrate

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.budget.curve.control import Turn
-from adaptivit.budget.curve.limit import minimum
 from conftest import SIDES, assert_close, pictures, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +15,8 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit import layouts
+from adaptivit.budget.control import Turn
+from adaptivit.budget.limit import minimum
 from adaptivit.cost import CostModel
 from adaptivit.errors import UserError
 from adaptivit.layouts import Masked, Packed, PackedOnDevice

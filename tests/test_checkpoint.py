@@ -17,8 +17,8 @@ from test_data import folder, refused, run
 from test_factory import Bomb, same_tensors
 
 import adaptivit
-from adaptivit.checkpoint.format import format as checkpoint
-from adaptivit.checkpoint.format import model_card
+from adaptivit.checkpoint import format as checkpoint
+from adaptivit.checkpoint import model_card
 from adaptivit.errors import DataError, UserError, WeightsError
 from adaptivit.model import AdaptiveViT
 

@@ -13,29 +13,26 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.cli.main.main import _COMMANDS
 from test_data import SMALL, folder, refused, run
 
 import adaptivit
-from adaptivit.cli.main import main
+from adaptivit.cli.config import EvaluateConfig, PredictConfig
+from adaptivit.cli.main import _COMMANDS
+from adaptivit.cli.serve_config import DemoConfig, Limits, ServeConfig
+from adaptivit.cli.visualize_config import VisualizeConfig
 from adaptivit.errors import UserError
+from adaptivit.evaluation.model_config import ModelConfig
 from adaptivit.execution.export_config import ExportConfig
 from adaptivit.experiments.benchmark.config import BenchmarkConfig
+from adaptivit.experiments.calibrate_config import CalibrateConfig
 from adaptivit.experiments.compare.config import CompareConfig
+from adaptivit.experiments.quickstart_config import QuickstartConfig
 from adaptivit.experiments.reproduce.plan import ReproduceConfig
 from adaptivit.experiments.sweep.config import SweepConfig
-from adaptivit.policies.spec import SETTINGS, describe
-from adaptivit.serve.config import DemoConfig, Limits, ServeConfig
-from adaptivit.training.config import (
-    CalibrateConfig,
-    EvaluateConfig,
-    ModelConfig,
-    PredictConfig,
-    QuickstartConfig,
-    TrainConfig,
-)
+from adaptivit.policies import BUILT_IN
+from adaptivit.policies.spec import describe
+from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import RECIPES, RecipesConfig
-from adaptivit.visualize.config import VisualizeConfig
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
@@ -92,7 +89,8 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
                 shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 assert f"(default: {shown})" in said
     if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export", "demo"):
-        for policy, cls in SETTINGS.items():
+        for policy, record in BUILT_IN.items():
+            cls = record.settings
             assert f"{policy}: " in said
             for name, default, meaning in describe(cls):
                 assert meaning
@@ -250,7 +248,7 @@ def test_an_interruption_names_resume_where_there_is_one(monkeypatch: pytest.Mon
     def stop(given: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "_run", stop)
+    monkeypatch.setattr("adaptivit.cli.main._run", stop)
     assert run("train", "--data", "x") == 130
     assert capsys.readouterr().err == "interrupted; go on with --resume\n"
     assert run("calibrate", "x") == 130

@@ -16,8 +16,7 @@ from PIL import Image
 from test_data import refused, run
 
 import adaptivit
-from adaptivit.create import create, load
-from adaptivit.data.dataset import dataset
+from adaptivit.data import dataset
 from adaptivit.errors import UserError
 from adaptivit.evaluation.evaluate import Result, evaluate, paired_difference
 from adaptivit.experiments.compare import run as compare
@@ -25,6 +24,7 @@ from adaptivit.experiments.compare import table
 from adaptivit.experiments.compare.config import CompareConfig
 from adaptivit.experiments.compare.plan import plan, report_images
 from adaptivit.experiments.compare.results import COLUMNS, TRAINED_ON, Results
+from adaptivit.factory import create, load
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.methods import slug
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.data.dataset.dataset import Loaded
 from conftest import pictures, tiny
 from test_data import split_folder, train
 from test_resume import weights
 from torch import Tensor
 
+from adaptivit.data.dataset import Loaded
 from adaptivit.execution import compiled as regional
 from adaptivit.execution import compiling
 from adaptivit.training.config import TrainConfig

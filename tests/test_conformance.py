@@ -12,8 +12,7 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit.layouts import Layout, Masked
-from adaptivit.policies import _REGISTERED
-from adaptivit.policies.spec import SETTINGS
+from adaptivit.policies import BUILT_IN, registry
 from adaptivit.testing import check_policy
 
 GATE = {"gate_scale": 1.0, "gate_center": 1.0}
@@ -72,16 +71,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_every_policy_is_among_the_cases() -> None:
-    assert {name for name, _ in CASES.values()} == set(SETTINGS) - {"replay"}
+    assert {name for name, _ in CASES.values()} == set(BUILT_IN) - {"replay"}
 
 
 @pytest.fixture
-def registry() -> Iterator[None]:
+def own_policies() -> Iterator[None]:
     """Policies registered in a test are gone after it."""
-    known = set(SETTINGS)
     yield
-    for name in set(SETTINGS) - known:
-        del SETTINGS[name], _REGISTERED[name]
+    registry._registered.clear()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,7 +100,7 @@ class EveryThird(adaptivit.Policy):
         return adaptivit.Drop(view.present & (slot >= 0) & (slot % 3 == 0)) if view.layer == 1 else None
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("own_policies")
 def test_a_policy_of_ones_own_conforms() -> None:
     adaptivit.register_policy("every_third")(EveryThird)
     check_policy("every_third")
@@ -129,7 +126,7 @@ class SpendsInSecret(EveryThird):
         return super().after(view, state)
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("own_policies")
 @pytest.mark.parametrize(
     ("policy", "message"), [(Remembers, "left something"), (LooksAtOthers, "alone"), (SpendsInSecret, "MACs")]
 )
@@ -158,7 +155,7 @@ class MiscountsItself(EveryThird):
         return None if answer is None else adaptivit.Drop(answer.leaving, count=5)
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("own_policies")
 @pytest.mark.parametrize("policy", [LiesAboutEqual, MiscountsItself])
 def test_a_policy_that_is_not_equal_is_caught(policy: type[adaptivit.Policy]) -> None:
     adaptivit.register_policy("lies")(policy)
@@ -168,7 +165,7 @@ def test_a_policy_that_is_not_equal_is_caught(policy: type[adaptivit.Policy]) ->
         check_policy("lies")
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("own_policies")
 def test_an_equal_policy_of_ones_own_runs_on_gathered() -> None:
     adaptivit.register_policy("equal_third")(type("Equal", (EveryThird,), {"equal": True}))
     check_policy("equal_third")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adaptivit.cli.main.main import main
-from adaptivit.data.dataset.dataset import Images
-from adaptivit.data.dataset.preprocess import Preprocessing
 from PIL import Image
 
-from adaptivit.data.dataset import dataset
+from adaptivit.cli.main import main
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Images
+from adaptivit.data.preprocess import Preprocessing
 from adaptivit.errors import DataError
 from adaptivit.training.config import TrainConfig
 

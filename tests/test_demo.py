@@ -20,7 +20,7 @@ from PIL import Image
 from serving import Running, error, files, photo, running
 
 from adaptivit.cli.main import main
-from adaptivit.data.dataset import digits
+from adaptivit.data import digits
 from adaptivit.serve import Service, command, demo_model, page
 
 pytestmark = pytest.mark.xdist_group("demo")  # one service and one browser
@@ -131,7 +131,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(command.uvicorn.Server, "run", run)
     opened: list[str] = []
     monkeypatch.setattr(command.webbrowser, "open", opened.append)
-    main.main(["demo", "--port", "0", "--open"])
+    main(["demo", "--port", "0", "--open"])
     assert "aht on cpu, answers at http://127.0.0.1:" in capsys.readouterr().out
     assert opened[0].startswith("http://127.0.0.1:")
     assert seen[0].hosts == {"127.0.0.1", "localhost", "::1"}
@@ -141,14 +141,14 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         assert picture.width * picture.height > Image.MAX_IMAGE_PIXELS
     tiny("evit").save_pretrained(tmp_path / "other")
     (tmp_path / "names").write_text("\n".join(f"name {i}" for i in range(10)))
-    main.main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
+    main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
     assert "evit on cpu" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main.main(["demo", str(tmp_path / "nowhere"), "--port", "0"])
+        main(["demo", str(tmp_path / "nowhere"), "--port", "0"])
     assert "no config.json" in capsys.readouterr().err
     (tmp_path / "names").write_text("cat\ndog\n")
     with pytest.raises(SystemExit):
-        main.main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
+        main(["demo", str(tmp_path / "other"), "--port", "0", "--class-names", str(tmp_path / "names")])
     assert "class_names: expected 10 names, one a line for each class, got 2" in capsys.readouterr().err
 
 

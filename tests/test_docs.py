@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptivit.policies import _REGISTERED
-from adaptivit.policies.spec import SETTINGS
+from adaptivit.policies import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,12 +90,10 @@ def test_equations_name_what_stands_there() -> None:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A directory of its own, and no policy left registered."""
     monkeypatch.chdir(tmp_path)
-    known = set(SETTINGS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-    for name in set(SETTINGS) - known:
-        del SETTINGS[name], _REGISTERED[name]
+    registry._registered.clear()
 
 
 def run(blocks: list[str]) -> dict[str, Any]:

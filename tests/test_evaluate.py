@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import timm
 import torch
-from adaptivit.data.dataset.dataset import Images, batches, in_order
 from conftest import shared
 from PIL import Image
 from test_cli import static
 from test_data import SMALL, folder, npz, refused, run, split_folder
 
 import adaptivit
-from adaptivit.cli.main import commands
-from adaptivit.data.dataset import dataset
+from adaptivit.cli import commands
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Images, batches, in_order
 from adaptivit.evaluation.evaluate import Result, evaluate, flipped_decisions, paired_difference
 
 TIMM = ["model", "top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation"]

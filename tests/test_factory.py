@@ -20,6 +20,7 @@ from torch import nn
 
 import adaptivit
 from adaptivit.errors import UserError, WeightsError
+from adaptivit.policies import registry
 from adaptivit.utils import atomic_io
 
 
@@ -279,10 +280,7 @@ def test_a_policy_of_ones_own(tmp_path: Path, monkeypatch: Any) -> None:
             leaving = torch.arange(view.present.shape[1]) > 8
             return adaptivit.Drop(leaving.expand_as(view.present)) if view.layer + 1 == self.settings.layer else None
 
-    monkeypatch.setattr("adaptivit.policies._REGISTERED", {})
-    monkeypatch.setattr("adaptivit.policies.spec.SETTINGS", before := dict(adaptivit.policies.spec.SETTINGS))
-    for module in ("factory", "policies"):
-        monkeypatch.setattr(f"adaptivit.{module}.SETTINGS", before)
+    monkeypatch.setattr(registry, "_registered", {})
     adaptivit.register_policy("half", Settings)(Half)
     model = tiny("half", layer=3, names=("x", "y"))
     nn.init.constant_(model.policy.scale, 0.25)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import test_fused as others
 import torch
-from adaptivit.budget.curve.control import Turn
 from conftest import random_trace, randomise
 from interpreted import DEVICE, here, on_gpu
 from test_fused import BACKBONES, CONFIG, HALTING, LARGER, REPLAYED, TRACES, assert_near, assert_same, images_of, make
@@ -16,6 +15,7 @@ from test_fused import replaying as replayed
 from torch import Tensor
 
 import adaptivit
+from adaptivit.budget.control import Turn
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
 from adaptivit.execution import cuda_graph, triton

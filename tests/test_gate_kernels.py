@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import test_kernels
 import torch
-from adaptivit.budget.curve.control import Turn
 from conftest import randomise
 from interpreted import DEVICE, here
 from test_fused import CONFIG, HALTING, assert_same, images_of, run
@@ -15,6 +14,7 @@ from test_kernels import TOLERANCE, assert_near, double, dtypes, noise
 from torch._subclasses import FakeTensorMode
 
 import adaptivit
+from adaptivit.budget.control import Turn
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.execution import triton
 from adaptivit.kernels import halting_gate, launch, norm_linear, pack_index

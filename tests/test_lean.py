@@ -86,7 +86,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
         inner = getattr(owner, name)
 
         def run(*given: Any) -> Any:
-            seen.add(owner.__name__.removeprefix("adaptivit."))
+            seen.add(owner.__name__.removeprefix("adaptivit.").removeprefix("execution."))
             return inner(*given)
 
         monkeypatch.setattr(owner, name, run)
@@ -107,10 +107,10 @@ def check(model: AdaptiveViT, images: Tensor, ran: Callable[[], set[str]], ask: 
     """In place on every compact layout, as timm's modules on `masked`."""
     with torch.inference_mode():
         expected: Output = model(images, layout="masked", ask=ask)
-        assert ran() == {"backbone"}
+        assert ran() == {"backbones.timm_vit"}
         for layout in compact(model):
             found = model(images, layout=layout, ask=ask)
-            assert ran() == {"lean"}
+            assert ran() == {"cpu"}
             assert found.layout == layout
             assert_same_run(found, expected)
             assert set(found.trace.facts) == set(expected.trace.facts)
@@ -210,13 +210,13 @@ def test_gradients_keep_timms_modules(ran: Callable[[], set[str]]) -> None:
         for layout in compact(model):
             with torch.inference_mode():
                 expected = model(images, layout=layout)
-            assert ran() == {"lean"}
+            assert ran() == {"cpu"}
             with torch.no_grad():
                 assert_same_run(model(images, layout=layout), expected)
-            assert ran() == {"lean"}
+            assert ran() == {"cpu"}
             with torch.enable_grad():
                 found = model(images, layout=layout)
-            assert ran() == {"backbone"}
+            assert ran() == {"backbones.timm_vit"}
             assert_same_run(found, expected)
             found.logits.sum().backward()
             assert model.vit.blocks[0].attn.qkv.weight.grad is not None
@@ -238,7 +238,7 @@ def test_refused_models_run_without(what: str, ran: Callable[[], set[str]]) -> N
     with torch.inference_mode():
         assert reason in str(lean.refusal(model.vit, torch.float32, torch.device("cpu")))
         found = model(images, layout="packed")
-        assert ran() == {"backbone"}
+        assert ran() == {"backbones.timm_vit"}
         assert_same_run(found, model(images, layout="masked"))
     assert "packed on cpu with timm's modules" in model.explain_layout()
 
@@ -260,11 +260,11 @@ def test_refusals_that_are_not_the_models(ran: Callable[[], set[str]]) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert "autocast is on" in str(lean.refusal(vit, torch.float32, cpu))
             assert model(images, layout="packed").logits.isfinite().all()
-        assert ran() == {"backbone"}
+        assert ran() == {"backbones.timm_vit"}
         expected = model(images)
-        assert ran() == {"lean"}
+        assert ran() == {"cpu"}
         assert_same_run(model.train()(images, layout="packed"), expected)  # dropout may be on
-        assert ran() == {"backbone"}
+        assert ran() == {"backbones.timm_vit"}
 
 
 def test_norms_that_are_no_layer_norms(ran: Callable[[], set[str]]) -> None:
@@ -273,7 +273,7 @@ def test_norms_that_are_no_layer_norms(ran: Callable[[], set[str]]) -> None:
     with torch.inference_mode():
         assert "its norms are" in str(lean.refusal(model.vit, torch.float32, torch.device("cpu")))
         model(pictures(2))
-    assert ran() == {"backbone"}
+    assert ran() == {"backbones.timm_vit"}
 
 
 # -- packed: images in their order, or in that of their length ------------------------------------------------------

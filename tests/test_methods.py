@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.data.dataset.digits import Digits
 from test_data import refused
 
 from adaptivit import policies
-from adaptivit.create import create, load
-from adaptivit.data.dataset import dataset, digits
+from adaptivit.data import dataset, digits
+from adaptivit.data.digits import Digits
 from adaptivit.errors import UserError
 from adaptivit.experiments.compare.config import CompareConfig
+from adaptivit.factory import create, load
+from adaptivit.policies import BUILT_IN
 from adaptivit.training.config import LOSSES, TrainConfig
 from adaptivit.training.methods import full_spec, parse_method, slug
-from adaptivit.training.recipes import DEFAULTS, get
+from adaptivit.training.recipes import get
 
 SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
 TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment", "none")
@@ -48,7 +49,7 @@ def test_a_method_changes_the_policy_and_its_losses_alone(spec: str, policy: str
 
 
 def test_a_policy_without_a_recipe_takes_its_default_ones_losses() -> None:
-    for policy, name in DEFAULTS.items():
+    for policy, name in ((p, r.recipe) for p, r in BUILT_IN.items() if r.recipe):
         if policy in policies.names():
             made = parse_method(policy, SHARED)
             assert {k: getattr(made, k) for k in LOSSES} == {k: getattr(get(name), k) for k in LOSSES}

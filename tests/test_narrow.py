@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.data.dataset.dataset import Loaded
 from conftest import BACKBONES, TINY, pictures, tiny
 from timm.layers import QuickGELU
 from timm.models.vision_transformer import VisionTransformer
 
 import adaptivit
 from adaptivit.backbones.slim import narrow
+from adaptivit.data.dataset import Loaded
 from adaptivit.errors import UserError
 from adaptivit.evaluation.evaluate import evaluate
 

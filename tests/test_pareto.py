@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from adaptivit.create import create
 from adaptivit.errors import UserError
 from adaptivit.evaluation.timing import interleaved
 from adaptivit.experiments.compare import table
 from adaptivit.experiments.compare.config import CompareConfig
 from adaptivit.experiments.compare.results import COLUMNS
+from adaptivit.factory import create
 from adaptivit.visualize.pareto import Point, below_axis, drawn, front, pareto
 
 

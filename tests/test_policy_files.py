@@ -14,7 +14,8 @@ from test_conformance import CASES
 
 import adaptivit
 from adaptivit.errors import UserError, WeightsError
-from adaptivit.policies.spec import SETTINGS, parse, spec
+from adaptivit.policies import BUILT_IN
+from adaptivit.policies.spec import parse, spec
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "aht" not in c])
@@ -101,7 +102,7 @@ def test_a_bad_setting_is_named(policy: str, item: str) -> None:
 
 
 def test_every_policy_has_bad_settings_to_name() -> None:
-    assert {p.strip() for p in BAD} == set(SETTINGS) - {"replay"}
+    assert {p.strip() for p in BAD} == set(BUILT_IN) - {"replay"}
 
 
 @pytest.mark.parametrize(
@@ -149,5 +150,5 @@ def test_a_class_token_that_is_not_there(policy: str, given: dict[str, Any]) -> 
 def test_settings_as_text(text: str, settings: dict[str, Any]) -> None:
     name, values = parse(text)
     assert values == settings
-    made = SETTINGS[name](**values)
+    made = BUILT_IN[name].settings(**values)
     assert parse(spec(name, made)) == (name, values)

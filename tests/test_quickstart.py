@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.data.dataset.digits import Digits
 from PIL import Image
 from test_cli import static
 from test_data import folder, pixels, refused, run
 from test_evaluate import model_of
 
 import adaptivit
-from adaptivit.data.dataset import digits
+from adaptivit.data import digits
+from adaptivit.data.digits import Digits
 from adaptivit.evaluation.evaluate import evaluate
 
 

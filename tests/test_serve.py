@@ -17,12 +17,12 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from adaptivit.budget.curve.curve import parse
 from conftest import pictures, tiny
 from PIL import Image
 from serving import Running, error, files, photo, running, until
 
 import adaptivit
+from adaptivit.budget.curve import parse
 from adaptivit.evaluation.predict import predict
 from adaptivit.serve import Batcher, Job, Service, memory
 from adaptivit.serve.batcher import QueueFull

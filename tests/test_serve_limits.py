@@ -23,8 +23,8 @@ from conftest import pictures, tiny
 from serving import Running, error, files, photo, running, until
 
 from adaptivit.cli.main import main
+from adaptivit.cli.serve_config import Limits, ServeConfig
 from adaptivit.serve import Job, Service, command
-from adaptivit.serve.config import Limits, ServeConfig
 
 pytestmark = pytest.mark.xdist_group("serve_limits")  # one service
 
@@ -421,7 +421,7 @@ def test_defaults_are_for_this_machine_alone() -> None:
 
 def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as stop:
-        main.main(["serve", *arguments, *(() if "--port" in arguments else ("--port", "0"))])
+        main(["serve", *arguments, *(() if "--port" in arguments else ("--port", "0"))])
     assert stop.value.code == 2
     return capsys.readouterr().err
 
@@ -469,11 +469,11 @@ def test_the_command_runs_until_told_to_stop(
 
     monkeypatch.setattr(command.uvicorn.Server, "run", run)
     given = ("--host", "0.0.0.0", "--port", "0", "--token-file", str(tmp_path / "token"), "--budget", "-33%")
-    main.main(["serve", str(tmp_path / "model"), *given])
+    main(["serve", str(tmp_path / "model"), *given])
     out = capsys.readouterr()
     assert f"answers at http://0.0.0.0:{said[0]}/" in out.out
     assert "others on the network" not in out.err
-    main.main(["serve", str(tmp_path / "model"), "--host", "0.0.0.0", "--port", "0"])
+    main(["serve", str(tmp_path / "model"), "--host", "0.0.0.0", "--port", "0"])
     assert "others on the network can reach this service; set ADAPTIVIT_TOKEN" in capsys.readouterr().err
 
 

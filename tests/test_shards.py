@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adaptivit.data.dataset.dataset import Images
-from adaptivit.data.dataset.preprocess import Preprocessing
 from conftest import shared
 from PIL import Image
 from test_data import CLASSES, SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
-from adaptivit.data.dataset import dataset, webdataset
+from adaptivit.data import dataset, webdataset
+from adaptivit.data.dataset import Images
+from adaptivit.data.preprocess import Preprocessing
 from adaptivit.errors import DataError, UserError
 from adaptivit.training.run import Trainer
 

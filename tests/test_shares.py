@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from adaptivit.data.dataset.dataset import Loaded
 from conftest import pictures, tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 
 from adaptivit.backbones import timm_vit
+from adaptivit.data.dataset import Loaded
 from adaptivit.training import optim
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.losses import (

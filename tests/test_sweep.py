@@ -14,7 +14,7 @@ from conftest import result
 from test_cli import static
 from test_data import SMALL, npz, refused, run, split_folder
 
-from adaptivit.data.dataset import dataset
+from adaptivit.data import dataset
 from adaptivit.errors import UserError
 from adaptivit.experiments.sweep import report
 from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig

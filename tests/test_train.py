@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from adaptivit.data.dataset.dataset import Loaded
 from safetensors.torch import load_file
 from test_cli import static
 from test_data import SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Loaded
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies import spec
 from adaptivit.training import optim

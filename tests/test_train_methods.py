@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from adaptivit.data.dataset.dataset import Loaded
 from test_cli import static
 from test_data import refused, split_folder, train
 from test_resume import log
 
 import adaptivit
-from adaptivit.policies import spec
+from adaptivit.data.dataset import Loaded
+from adaptivit.policies import BUILT_IN, spec
 from adaptivit.training import optim
 from adaptivit.training.config import TrainConfig
-from adaptivit.training.recipes import DEFAULTS, RECIPES, get
+from adaptivit.training.recipes import RECIPES, get
 from adaptivit.training.run import Trainer, objective
 
 NEW = ("dynamicvit", "evit", "mod", "amod", "act", "confidence", "similarity", "pondernet")
@@ -134,7 +134,7 @@ def test_a_loss_that_the_policy_cannot_serve_is_said_before_training(tmp_path: P
 
 
 def test_every_policy_with_a_loss_of_its_own_has_a_recipe() -> None:
-    for policy, name in DEFAULTS.items():
+    for policy, name in ((p, r.recipe) for p, r in BUILT_IN.items() if r.recipe):
         assert spec.parse(get(name).policy)[0] == policy
     assert set(NEW) <= set(RECIPES)
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from adaptivit.data.dataset.dataset import Labelled
 from conftest import pictures, random_trace, tiny
 from PIL import Image
 from test_data import folder, refused, run
 
 import adaptivit
 from adaptivit import visualize
+from adaptivit.data.dataset import Labelled
 from adaptivit.decision import Drop, Merge, Step, Trace
 from adaptivit.errors import DataError, UserError
 from adaptivit.model import AdaptiveViT

@@ -255,9 +255,9 @@ def test_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from adaptivit.kernels import attention, weighted_kernels\n"
+        "from adaptivit.kernels import attention, weighted_attention\n"
         "t = torch.randn(1, 1, 3, 8)\n"
-        "assert not weighted_kernels.usable(t)\n"
+        "assert not weighted_attention.usable(t)\n"
         "assert attention.weighted(t, t, t, torch.ones(1, 3)).shape == t.shape\n"
         "import importlib, pkgutil\n"
         "import adaptivit.kernels\n"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from adaptivit.data.dataset.dataset import Labelled
-from adaptivit.data.dataset.gpu_pipeline import evaluation_images
 from conftest import assert_close, pictures, tiny
 
 import adaptivit
-from adaptivit.data.dataset import dataset
+from adaptivit.data import dataset
+from adaptivit.data.dataset import Labelled
+from adaptivit.data.gpu_pipeline import evaluation_images
 from adaptivit.errors import UserError
 from adaptivit.policies.halting import Halting
 from adaptivit.training.config import TrainConfig

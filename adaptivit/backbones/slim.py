@@ -42,7 +42,7 @@ def _macs(vit: VisionTransformer) -> float:
 
 
 def _make(vit: VisionTransformer, width: int, meta: bool) -> VisionTransformer:
-    from ..create import arguments, build_backbone
+    from ..factory import arguments, build_backbone
 
     given: dict[str, Any] = arguments(vit) | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
     last: Any = vit.blocks[-1]

@@ -44,7 +44,7 @@ def tensors(model: AdaptiveViT) -> dict[str, Tensor]:
 
 def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], images: Any = None, name: str = "") -> None:
     """Write a checkpoint in one step. `images` are shown in its card as halting maps; `name` is what it is called."""
-    from ..create import describe_backbone
+    from ..factory import describe_backbone
 
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..create import load
 from ..errors import UserError, WeightsError, first_line
+from ..factory import load
 from ..model import AdaptiveViT
 from . import format as checkpoint
 from . import model_card

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import json
 import shlex
 import sys
@@ -18,22 +16,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from .. import __version__
-from ..create import create, load
 from ..data import dataset
 from ..data.dataset import Labelled
 from ..data.gpu_pipeline import evaluation_images
 from ..errors import UserError
 from ..evaluation import evaluate as evaluation
 from ..evaluation import predict as prediction
+from ..evaluation.model_config import ModelConfig, build, names_of
 from ..execution.export_config import ExportConfig
 from ..experiments.benchmark.config import BenchmarkConfig
+from ..experiments.calibrate_config import CalibrateConfig
 from ..experiments.compare.config import CompareConfig
+from ..factory import create, load
 from ..model import AdaptiveViT
 from ..policies import spec
-from ..serve.config import DemoConfig, ServeConfig
-from ..training.config import CalibrateConfig, EvaluateConfig, ModelConfig, PredictConfig, TrainConfig
+from ..training.config import TrainConfig
 from ..utils.atomic_io import write_text
-from ..visualize.config import VisualizeConfig
+from ..utils.csv import append_csv
+from ..utils.hardware import device_of
+from ..utils.text import signed_percent
+from .config import EvaluateConfig, PredictConfig
+from .serve_config import DemoConfig, ServeConfig
+from .visualize_config import VisualizeConfig
 
 
 def train(config: TrainConfig) -> None:
@@ -75,34 +79,6 @@ def benchmark(config: BenchmarkConfig) -> None:
     if failed:
         print(f"{failed} of {len(rows)} contenders failed", file=sys.stderr)
         raise SystemExit(1)
-
-
-def build(config: ModelConfig) -> AdaptiveViT:
-    """The model that a command line names, at the budget that it names."""
-    model = _built(config)
-    if config.budget is not None:
-        model.budget = config.budget
-    if config.max_macs is not None:
-        model.max_macs = config.max_macs
-    return model
-
-
-def _built(config: ModelConfig) -> AdaptiveViT:
-    if (config.checkpoint is None) == (config.backbone is None):
-        raise UserError("Expected either --checkpoint DIR or --backbone NAME (with --weights FILE and --policy).")
-    if config.checkpoint is not None:
-        if config.weights is not None or config.img_size is not None or config.policy != "static":
-            raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
-        return load(config.checkpoint).float()
-    policy, values = spec.parse(config.policy)
-    assert config.backbone is not None
-    return create(config.backbone, policy, weights=config.weights, img_size=config.img_size, **values)
-
-
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device: cuda was asked for, but torch sees no GPU.")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -187,10 +163,6 @@ def _row(config: EvaluateConfig, model: AdaptiveViT, result: evaluation.Result) 
     }
 
 
-def signed_percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: no minus before a zero
-
-
 def _table(row: dict[str, Any], result: evaluation.Result) -> Table:
     table = Table(title=f"{row['model']}, {row['policy']}", show_header=False, title_justify="left")
     share = signed_percent(-result.saved)
@@ -210,25 +182,6 @@ def _table(row: dict[str, Any], result: evaluation.Result) -> Table:
     for name, value in lines.items():
         table.add_row(name, value)
     return table
-
-
-def append_csv(path: str | Path, row: dict[str, Any]) -> None:
-    """Add a row to a CSV file, new columns at the end; the file is replaced in one step."""
-    rows: list[dict[str, Any]] = []
-    if Path(path).exists():
-        try:
-            with Path(path).open(newline="") as file:
-                rows = list(csv.DictReader(file))
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise UserError(f"{path} is no CSV file to add a row to ({error}).") from None
-    flat = {k: " ".join(f"{x:.2f}" for x in v) if isinstance(v, list) else v for k, v in row.items()}
-    rows.append(flat)
-    names = list(dict.fromkeys(name for r in rows for name in r))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, out.getvalue())
 
 
 def calibrate(config: CalibrateConfig) -> None:
@@ -278,19 +231,6 @@ def export(config: ExportConfig) -> None:
         f"largest difference of a logit is {done.difference:.2g}, "
         f"and {100 * done.flipped:.2f} % of the tokens differ in depth"
     )
-
-
-def names_of(path: str | None, model: AdaptiveViT) -> list[str] | None:
-    """The class names in a file, one for each class of the model; None where there is no file."""
-    if path is None:
-        return None
-    try:
-        names = [line for line in Path(path).read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the class names in {path} ({error}).") from None
-    if len(names) != (count := model.vit.num_classes):
-        raise UserError(f"class_names: expected {count} names, one a line for each class, got {len(names)} in {path}.")
-    return names
 
 
 def _emit(text: str, out: str | None) -> None:

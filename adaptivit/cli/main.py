@@ -14,14 +14,18 @@ from .. import __version__
 from ..errors import UserError, unknown
 from ..execution.export_config import ExportConfig
 from ..experiments.benchmark.config import BenchmarkConfig
+from ..experiments.calibrate_config import CalibrateConfig
 from ..experiments.compare.config import CompareConfig
+from ..experiments.quickstart_config import QuickstartConfig
 from ..experiments.reproduce.plan import ReproduceConfig
 from ..experiments.sweep.config import SweepConfig, from_recipe
-from ..policies.spec import SETTINGS, describe
-from ..serve.config import DemoConfig, ServeConfig
-from ..training.config import CalibrateConfig, EvaluateConfig, PredictConfig, QuickstartConfig, TrainConfig
+from ..policies import get, names
+from ..policies.spec import describe
+from ..training.config import TrainConfig
 from ..training.recipes import RecipesConfig
-from ..visualize.config import VisualizeConfig
+from .config import EvaluateConfig, PredictConfig
+from .serve_config import DemoConfig, ServeConfig
+from .visualize_config import VisualizeConfig
 
 _COMMANDS: dict[str, tuple[type, str]] = {
     "quickstart": (QuickstartConfig, "see it work in two minutes, with no file and no download"),
@@ -147,7 +151,8 @@ def _overview() -> str:
 
 def _policies() -> str:
     lines = ["policies and their settings, written as name:key=value,key=value"]
-    for name, cls in sorted(SETTINGS.items()):
+    for name in names():
+        cls = get(name).settings
         lines.append(f"\n  {name}: {(cls.__doc__ or '').splitlines()[0]}")
         for key, default, meaning in describe(cls):
             lines.append(f"    {key} = {default!r}\n        {meaning}")

@@ -24,16 +24,16 @@ from ..budget.curve import Calibration, Point
 from ..budget.measure import Check, check
 from ..budget.measure import Progress as Progressing
 from ..checkpoint.format import read_config
-from ..cli.commands import device_of, signed_percent
-from ..create import load
 from ..data import dataset
 from ..data.dataset import Images, Labelled
 from ..errors import DataError
 from ..evaluation.predict import find_images
+from ..factory import load
 from ..model import AdaptiveViT
-from ..training.config import CalibrateConfig
 from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
-from ..utils.hardware import device_name
+from ..utils.hardware import device_name, device_of
+from ..utils.text import signed_percent
+from .calibrate_config import CalibrateConfig
 
 FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cost, and for the curve
 

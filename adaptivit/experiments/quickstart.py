@@ -18,20 +18,21 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .. import __version__
-from ..create import create
 from ..data.dataset import Loaded
 from ..data.digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
 from ..data.preprocess import Preprocessing
 from ..evaluation.evaluate import Result, evaluate, paired_difference
+from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
-from ..training.config import QuickstartConfig, TrainConfig
+from ..training.config import TrainConfig
 from ..training.optim import adamw
 from ..training.run import objective
 from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
 from ..utils.plotting import halting_maps, layer_curve
 from ..visualize.html_report import Picture, write_report
+from .quickstart_config import QuickstartConfig
 
 STATIC = TrainConfig(
     data="digits", policy="static", epochs=12, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.2, device="cpu"

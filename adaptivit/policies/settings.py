@@ -357,21 +357,3 @@ class ReplaySettings:
 
     trace: Any = ""
     """A Trace, or the path of one saved by adaptivit.save_trace."""
-
-
-SETTINGS: dict[str, type] = {
-    "static": StaticSettings,
-    "aht": AHTSettings,
-    "avit": AViTSettings,
-    "mod": MoDSettings,
-    "amod": AMoDSettings,
-    "dynamicvit": DynamicViTSettings,
-    "evit": EViTSettings,
-    "tome": ToMeSettings,
-    "fold": FoldSettings,
-    "act": ACTSettings,
-    "confidence": ConfidenceSettings,
-    "similarity": SimilaritySettings,
-    "pondernet": PonderNetSettings,
-    "replay": ReplaySettings,
-}

@@ -1,6 +1,6 @@
 """A policy and its settings as text: `name` or `name:key=value,key=value`, e.g. aht:threshold=0.9,stages=3+6.
 
-The settings themselves are in policy_settings.py. Nothing here imports torch, so that --help is instant.
+The settings themselves are in settings.py. Nothing here imports torch, so that --help is instant.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from typing import Any
 
 from ..errors import UserError, unknown
 from ..utils.coerce import convert
-from .settings import SETTINGS
-
-__all__ = ["SETTINGS", "convert", "describe", "make", "parse", "spec"]
+from .registry import get
 
 
 def make(policy: str, values: Mapping[str, Any]) -> Any:
     """The settings of a policy from keyword values, types checked."""
-    if policy not in SETTINGS:
-        raise unknown("policy", policy, SETTINGS)
-    cls = SETTINGS[policy]
+    cls = get(policy).settings
     hints = typing.get_type_hints(cls)
     fields = {f.name for f in dataclasses.fields(cls)}
     clean = {}

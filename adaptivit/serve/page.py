@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..budget.curve import Budget
-from ..create import create
+from ..factory import create
 from ..model import AdaptiveViT
 from ..utils.hardware import device_name
 from ..utils.plotting import COLOURS

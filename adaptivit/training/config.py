@@ -1,42 +1,18 @@
-"""The settings of every command, as frozen dataclasses; the command line is generated from them (cli.py).
-
-Nothing here imports torch, so that --help is instant.
-"""
+"""Every setting of a training run, as a frozen dataclass. Nothing here imports torch, so that --help is instant."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from ..errors import UserError
+from ..utils.coerce import at_least, between, check_size, positive
 
 # What a method brings of its own when methods are compared under one recipe: its losses.
 LOSSES = (
     *("task", "ponder", "ponder_form", "target_depth", "sigma", "mass", "mass_tau", "kl", "detach"),
     *("prior", "prior_form", "prior_depth", "budget", "budget_share", "ratio", "exits", "expected", "geometric"),
 )
-
-
-def _size(value: int | None) -> None:
-    if value is not None:
-        _at_least("img_size", value, 1)
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise UserError(f"{name}: expected at least {least}, got {value}.")
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise UserError(f"{name}: expected a number > 0, got {value}.")
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value < high:
-        raise UserError(f"{name}: expected {low} <= value < {high}, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -187,11 +163,11 @@ class TrainConfig:
     """Leave out images that cannot be read instead of stopping."""
 
     def __post_init__(self) -> None:
-        _size(self.img_size)
+        check_size(self.img_size)
         for name in ("epochs", "val_epochs", "batch_size", "log_steps", "accumulate"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("lr", "sigma", "mass_tau", "distill_temperature"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         weights: tuple[str, ...] = (
             "task",
             "ponder",
@@ -206,160 +182,13 @@ class TrainConfig:
         weights += ("distill", "features", "mixup", "cutmix", "backbone_lr", "freeze_epochs")
         steps = ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "checkpoint_steps")
         for name in (*weights, *steps, "workers", "seed"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for name in ("val_split", "drop_path", "label_smoothing", "random_erasing", "ema"):
-            _between(name, getattr(self, name), 0.0, 1.0)
+            between(name, getattr(self, name), 0.0, 1.0)
         if not 0 < self.budget_share <= 1:
             raise UserError(f"budget_share: expected a share of static's MACs in (0, 1], got {self.budget_share}.")
-        _at_least("color_jitter", self.color_jitter, 0)
+        at_least("color_jitter", self.color_jitter, 0)
         if not 0 < self.crop_scale <= 1:
             raise UserError(f"crop_scale: expected a share of the area in (0, 1], got {self.crop_scale}.")
         if not 0 <= self.rand_magnitude <= 30:
             raise UserError(f"rand_magnitude: expected 0..30, got {self.rand_magnitude}.")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model: a checkpoint of ours, or a backbone with a policy."""
-
-    checkpoint: str | None = None
-    """Directory saved by `train` or save_pretrained."""
-    backbone: str | None = None
-    """timm name, where there is no checkpoint."""
-    policy: str = "static"
-    """Policy and settings for that backbone, e.g. aht:threshold=0.9 (listed below)."""
-    weights: str | None = None
-    """Weights for that backbone: .safetensors or .pth in timm's keys."""
-    img_size: int | None = None
-    """Image size in pixels; default: the backbone's."""
-    budget: str | None = None
-    """What an image may cost in the mean: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint. none: its
-    settings."""
-    max_macs: str | None = None
-    """What any single image may cost at most: '1.0 GMACs' or -20%."""
-
-    def __post_init__(self) -> None:
-        _size(self.img_size)
-
-
-@dataclass(frozen=True)
-class CalibrateConfig:
-    """Find how a policy meets a budget, on unlabelled images, and keep the curve in the checkpoint.
-
-    Example: adaptivit calibrate runs/train/model --data photos/ --budget -33%
-    """
-
-    checkpoint: Annotated[str, tyro.conf.Positional]
-    """Directory saved by `train` or save_pretrained."""
-    data: str
-    """Images: a folder (labels are not looked at), or .npz with x, train_x, val_x or test_x."""
-    budget: str | None = None
-    """Set this budget: '0.8 GMACs', -33% or '3 ms'. Without one only the curve is measured."""
-    out: str | None = None
-    """Write a new checkpoint directory; default: add to the one that was given."""
-    check: str | None = None
-    """Images to check the curve on; default: every second one of --data, which the curve then does not see."""
-    limit: int | None = None
-    """At most so many images for the curve, and as many to check it. Default: as many as the budget (without one: every
-    tenth) needs to be met within 2 % on new images, where there are so many; 512 at least and 2,048 at most."""
-    latency_batch: int | None = None
-    """Also measure milliseconds, of a batch of so many images on this device; 1 for a budget in ms."""
-    batch_size: int = 32
-    """Images at a time."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
-    workers: int = 0
-    """Data-loading processes."""
-
-    def __post_init__(self) -> None:
-        _at_least("batch_size", self.batch_size, 1)
-        _at_least("workers", self.workers, 0)
-        for name in ("limit", "latency_batch"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Accuracy, cost and depth of a model on labelled images.
-
-    Example: adaptivit evaluate --data photos/val --checkpoint runs/train/model --csv results.csv
-    """
-
-    data: str
-    """Image folder (CLASS/*.jpg, or with val/), .npz with test_x, test_y, mosaics, .tar shards, or hf:PATH."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
-    split: Literal["auto", "train", "val", "test"] = "auto"
-    """Which part of the data; auto: test, else val, else all of it."""
-    layout: Literal["auto", "masked", "packed", "gathered"] = "auto"
-    """How live tokens are stored."""
-    batch_size: int = 64
-    """Images at a time."""
-    limit: int | None = None
-    """Only so many images, evenly spread over the split."""
-    compare_to: str | None = None
-    """A second checkpoint directory; prints the paired difference with its 95 % confidence interval."""
-    json: str | None = None
-    """Write the result as JSON here."""
-    csv: str | None = None
-    """Append the result as a CSV row here (timm's column names where they exist)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Weights and activations; bf16 also reports the rate of decisions that differ from fp32's."""
-    workers: int = 0
-    """Data-loading processes."""
-
-    def __post_init__(self) -> None:
-        _at_least("batch_size", self.batch_size, 1)
-        _at_least("workers", self.workers, 0)
-        if self.limit is not None:
-            _at_least("limit", self.limit, 1)
-
-
-@dataclass(frozen=True)
-class PredictConfig:
-    """Classes with probabilities for images, and what each one cost.
-
-    Example: adaptivit predict cat.jpg dog.jpg --checkpoint runs/train/model
-    """
-
-    images: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Image files or folders."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
-    top_k: int = 3
-    """Classes to show for each image."""
-    format: Literal["table", "jsonl", "csv"] = "table"
-    """How to print."""
-    out: str | None = None
-    """Write there instead of printing."""
-    class_names: str | None = None
-    """Text file with one class name a line; default: the checkpoint's."""
-    layout: Literal["auto", "masked", "packed", "gathered"] = "auto"
-    """How live tokens are stored."""
-    batch_size: int = 32
-    """Images at a time."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
-
-    def __post_init__(self) -> None:
-        _at_least("top_k", self.top_k, 1)
-        _at_least("batch_size", self.batch_size, 1)
-
-
-@dataclass(frozen=True)
-class QuickstartConfig:
-    """Train a static ViT and an AHT-ViT on handwritten digits, compare them, and show which tokens stopped where.
-
-    No download, no file: scikit-learn's digits come with the package. About two minutes on two cores.
-    """
-
-    out: str = "adaptivit-quickstart"
-    """Where the checkpoints, pictures and the report go."""
-    seed: int = 0
-    """Everything random follows from it."""
-    fast: bool = False
-    """A few digits and steps only, to see that everything runs; the figures then mean nothing."""
-
-    def __post_init__(self) -> None:
-        _at_least("seed", self.seed, 0)

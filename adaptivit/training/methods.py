@@ -15,7 +15,9 @@ import typing
 from typing import Any
 
 from ..errors import UserError, unknown
+from ..policies import get
 from ..policies import spec as settings
+from ..utils.coerce import convert
 from . import recipes
 from .config import LOSSES, TrainConfig
 
@@ -27,8 +29,7 @@ def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:
     A recipe's settings of the policy come along; what the method itself says overrides them.
     """
     policy, _, rest = spec.strip().partition(":")
-    if policy not in settings.SETTINGS:
-        raise unknown("policy", policy, settings.SETTINGS)
+    record = get(policy)
     if policy == "replay":
         raise UserError("method 'replay': a replay belongs to one batch and cannot be compared; name another policy.")
     named: list[str] = []
@@ -42,14 +43,14 @@ def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:
     if len(named) > 1:
         raise UserError(f"method {spec!r}: expected at most one recipe, got {' and '.join(named)}.")
     recipe = _recipe(policy, named[0] if named else None)
-    own = {f.name for f in dataclasses.fields(settings.SETTINGS[policy])}
+    own = {f.name for f in dataclasses.fields(record.settings)}
     values = _items(recipe.policy) | {k: v for k, v in given.items() if k in own}
     losses = {name: getattr(recipe, name) for name in LOSSES}
     hints = typing.get_type_hints(TrainConfig)
     for key in given.keys() - own:
         if key not in LOSSES:
             raise unknown(f"setting or loss of method {policy!r}:", key, own | set(LOSSES))
-        losses[key] = settings.convert(key, given[key], hints[key])
+        losses[key] = convert(key, given[key], hints[key])
     text = policy + (":" if values else "") + ",".join(f"{k}={v}" for k, v in values.items())
     settings.parse(text)  # a bad value is said now
     return dataclasses.replace(shared, policy=text, recipe=None, **losses)
@@ -58,8 +59,8 @@ def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:
 def _recipe(policy: str, name: str | None) -> TrainConfig:
     """The recipe of that name, or the policy's default one, or no recipe at all."""
     if name is None:
-        name = recipes.DEFAULTS.get(policy)
-        if name is None:
+        name = get(policy).recipe
+        if not name:
             return TrainConfig(data="", policy=policy)
     for known in (f"{policy}-{name}", name):
         if known in recipes.RECIPES and _trains(known, policy):

@@ -22,13 +22,13 @@ from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
 from ..checkpoint.format import refill
-from ..create import create
 from ..data import dataset
 from ..data.dataset import Labelled, Loaded, mix
 from ..data.gpu_pipeline import Source, evaluation_images, training_images
 from ..errors import DataError, UserError, first_line
 from ..evaluation.evaluate import Result, evaluate
 from ..execution.compiling import compiled
+from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
 from . import fsdp

@@ -51,3 +51,23 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     if kind is float and not math.isfinite(number):
         raise UserError(f"{name}: expected a finite number, got {number}.")
     return number
+
+
+def check_size(value: int | None) -> None:
+    if value is not None:
+        at_least("img_size", value, 1)
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise UserError(f"{name}: expected at least {least}, got {value}.")
+
+
+def positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise UserError(f"{name}: expected a number > 0, got {value}.")
+
+
+def between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value < high:
+        raise UserError(f"{name}: expected {low} <= value < {high}, got {value}.")

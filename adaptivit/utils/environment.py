@@ -24,7 +24,7 @@ def commit() -> str:
     says it for a copy without its history."""
     if said := os.environ.get("ADAPTIVIT_COMMIT"):
         return said
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return ""
     try:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..errors import UserError
+
 
 @cache
 def processor() -> str:
@@ -24,3 +26,9 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{processor()} ({threads} thread{'s' if threads > 1 else ''})"
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda was asked for, but torch sees no GPU.")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

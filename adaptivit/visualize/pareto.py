@@ -16,14 +16,10 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ..errors import UserError
-from ..utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from ..policies import get, names
+from ..utils.plotting import FAINT, INK, MUTED, _axes, _figure, _headline, _png
 
-# One colour a policy, the same in every plot; policies of one's own take those that are left.
-COLOURS = {
-    "static": MUTED, "aht": ACCENT, "avit": "#d1495b", "amod": "#3d5a98", "mod": "#8ab0e0", "dynamicvit": "#e08e1b",
-    "evit": "#8e5aa8", "tome": "#4c9a2a", "fold": "#a3a51c", "act": "#8c6239", "confidence": "#c86fb0",
-    "similarity": "#2aa6c9", "pondernet": "#5b5f97",
-}  # fmt: skip
+# For policies without a colour of their own.
 _SPARE = ("#b3541e", "#7a9e9f", "#e36588", "#39375b", "#9a031e", "#606c38")
 _PLOT, _HEIGHT = 660, 540  # pixels of one plot
 _LEFT, _RIGHT, _BELOW, _ABOVE = 100, 40, 84, 112
@@ -111,10 +107,15 @@ def below_axis(points: Sequence[Point], level: float | None) -> set[int]:
     return found if len(points) - len(found) >= 3 else set()
 
 
+def colour_of(policy: str) -> str:
+    """The colour of a policy, the same in every plot; empty where it has none."""
+    return get(policy).colour if policy in names() else ""
+
+
 # -- drawing --------------------------------------------------------------------------------------------------------
 def _colours(points: Sequence[Point]) -> dict[str, str]:
     spare = itertools.cycle(_SPARE)
-    return {policy: COLOURS.get(policy) or next(spare) for policy in dict.fromkeys(p.policy for p in points)}
+    return {policy: colour_of(policy) or next(spare) for policy in dict.fromkeys(p.policy for p in points)}
 
 
 def _bars(points: Sequence[Point], reference: str) -> str:

@@ -23,7 +23,7 @@ from rich.text import Text
 from ...errors import UserError
 from ...utils.atomic_io import write_text
 from ...utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
-from ...visualize.pareto import _SPARE, _STEPS, COLOURS
+from ...visualize.pareto import _SPARE, _STEPS, colour_of
 from ..compare.table import shortened
 from .contenders import BASELINES, BEST, COMPILED, OWN, TIMM
 
@@ -173,7 +173,7 @@ def _colours(rows: Sequence[Row]) -> dict[str, str]:
     layouts: dict[str, list[str]] = {}
     for row in rows:
         name, policy = row["contender"], row["policy"].partition(":")[0]
-        own = _STATIC.get(name) or (ACCENT if policy == "replay" else COLOURS.get(policy, ""))
+        own = _STATIC.get(name) or (ACCENT if policy == "replay" else colour_of(policy))
         if name not in hues:
             hues[name] = own if own and own not in hues.values() else next(spare)
         seen = layouts.setdefault(name, [])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...errors import UserError, unknown
 from ...evaluation import halting_profiles
 from ...policies import spec
-from ...training.config import _at_least, _size
+from ...utils.coerce import at_least, check_size
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("auto", "masked", "packed", "gathered", "captured", "padded")
@@ -79,15 +79,15 @@ class BenchmarkConfig:
             if not getattr(self, name):
                 raise UserError(f"{name}: expected at least one value, got none.")
         for size in self.batch_sizes:
-            _at_least("batch_sizes", size, 1)
+            at_least("batch_sizes", size, 1)
         _known("dtype", self.dtypes, ("auto", *DTYPES))
         _known("layout", self.layouts, LAYOUTS)
-        _size(self.img_size)
+        check_size(self.img_size)
         for name in ("repeats", "inner", "threads"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         for name in ("warm_up", "seed"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for mode in self.static_modes:
             _known("static mode", [mode.removesuffix(GRAPH)], ("eager", *COMPILE_MODES))
         for policy in self.policies:

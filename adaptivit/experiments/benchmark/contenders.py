@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...backbones import timm_vit as backbone
-from ...create import create, load
 from ...decision import Drop, Trace, detached
 from ...errors import UserError
 from ...evaluation import halting_profiles
+from ...factory import create, load
 from ...layouts.base import take
 from ...model import AdaptiveViT
 from ...policies import spec as settings

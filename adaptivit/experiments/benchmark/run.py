@@ -25,16 +25,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from ... import __version__
-from ...cli.commands import device_of
 from ...cost import CostModel
-from ...create import create
 from ...data import dataset
 from ...errors import UserError, first_line
 from ...evaluation.timing import Timing, interleaved
+from ...factory import create
 from ...model import AdaptiveViT
 from ...utils.atomic_io import write_bytes, write_text
 from ...utils.environment import commit
-from ...utils.hardware import processor
+from ...utils.hardware import device_of, processor
 from .charts import COLUMNS, Row, append, bars, markdown, read, screen, speed_against_macs
 from .config import BenchmarkConfig
 from .contenders import BEST, OWN, TIMM, Contender, Entry, Setting, checkpoint_for, entries, traces_for

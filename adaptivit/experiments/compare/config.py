@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...errors import UserError
-from ...training.config import TrainConfig, _at_least
+from ...training.config import TrainConfig
 from ...training.methods import parse_method
+from ...utils.coerce import at_least
 
 # May differ between two calls that fill one directory: more methods and seeds, another machine, timing.
 _FREE = ("methods", "seeds", "out", "device", "workers", "timing_batch", "timing_repeats")
@@ -85,13 +86,13 @@ class CompareConfig:
             raise UserError("methods: expected at least one method, e.g. --methods aht:balanced avit, got none.")
         if not self.seeds:
             raise UserError("seeds: expected at least one seed, got none.")
-        _at_least("epochs", self.epochs, 0)
-        _at_least("timing_repeats", self.timing_repeats, 0)
-        _at_least("timing_batch", self.timing_batch, 1)
+        at_least("epochs", self.epochs, 0)
+        at_least("timing_repeats", self.timing_repeats, 0)
+        at_least("timing_batch", self.timing_batch, 1)
         if self.limit is not None:
-            _at_least("limit", self.limit, 1)
+            at_least("limit", self.limit, 1)
         for seed in self.seeds:
-            _at_least("seeds", seed, 0)
+            at_least("seeds", seed, 0)
         if self.start == "static" and self.epochs == 0:
             raise UserError("start: going on from a trained static model needs --epochs of at least 1, got 0.")
         for method in self.methods:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ...create import create, load
 from ...data import dataset
 from ...data.dataset import Labelled
+from ...factory import create, load
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ... import __version__
-from ...cli.commands import device_of
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...errors import UserError, first_line
@@ -34,6 +33,7 @@ from ...training.methods import full_spec, slug
 from ...training.run import fit
 from ...utils.atomic_io import write_bytes, write_text
 from ...utils.environment import commit
+from ...utils.hardware import device_of
 from ...visualize.pareto import pareto
 from .config import CompareConfig
 from .plan import Entry, model_of, plan, report_images

@@ -78,13 +78,13 @@ def launch(job: Job, at_a_time: int) -> subprocess.Popen[bytes]:
     """Start the process of a job; it ends when its standard input is closed, so also when this process dies."""
     spec = job.row.with_suffix(".job")
     write_json(spec, asdict(job))
-    root = str(Path(__file__).parents[2])  # a checkout that was not installed
+    root = str(Path(__file__).parents[3])  # a checkout that was not installed
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = str(max(1, (os.cpu_count() or 1) // at_a_time))
     environment = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
-        words = [sys.executable, "-m", "adaptivit.reproduce.job", str(spec)]
+        words = [sys.executable, "-m", "adaptivit.experiments.reproduce.job", str(spec)]
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
 
 

@@ -1,6 +1,6 @@
 """One row in a process of its own: train or go on training, evaluate, write what was measured.
 
-    python -m adaptivit.reproduce.job JOB.json
+    python -m adaptivit.experiments.reproduce.job JOB.json
 
 It ends when its standard input does, so that it does not outlive who started it. Asked to end (SIGTERM) while it
 trains, it writes a checkpoint first.
@@ -20,13 +20,13 @@ from typing import Any
 from rich.console import Console
 
 from ...budget import curve as budgets
-from ...cli.commands import device_of
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...model import AdaptiveViT
 from ...training.config import TrainConfig
 from ...training.methods import full_spec
 from ...utils.atomic_io import write_json
+from ...utils.hardware import device_of
 from ..compare.config import CompareConfig
 from ..compare.plan import Entry
 from ..compare.results import Row, as_row, keep_correct, read_correct

@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ...errors import UserError, unknown
-from ...policies.spec import convert
 from ...training import recipes
-from ...training.config import TrainConfig, _at_least
+from ...training.config import TrainConfig
 from ...training.methods import parse_method
+from ...utils.coerce import at_least, convert
 from . import TABLES
 from .run import Run, Table
 
@@ -85,14 +85,14 @@ class ReproduceConfig:
     """Show what would be run, and run nothing."""
 
     def __post_init__(self) -> None:
-        _at_least("jobs", self.jobs, 1)
-        _at_least("workers", self.workers, 0)
+        at_least("jobs", self.jobs, 1)
+        at_least("workers", self.workers, 0)
         if self.limit is not None:
-            _at_least("limit", self.limit, 1)
+            at_least("limit", self.limit, 1)
         if self.minutes is not None:
-            _at_least("minutes", self.minutes, 0)
+            at_least("minutes", self.minutes, 0)
         for seed in self.seeds:
-            _at_least("seeds", seed, 0)
+            at_least("seeds", seed, 0)
         if not self.table and any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)):
             raise UserError(
                 f"Expected the name of a table, e.g. adaptivit reproduce digits. Valid: {', '.join(TABLES)}."

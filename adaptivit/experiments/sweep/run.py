@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ...create import create
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...errors import UserError, first_line
 from ...evaluation.evaluate import Result, evaluate
+from ...factory import create
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig
@@ -136,7 +136,7 @@ def _model(config: TrialConfig, classes: int) -> AdaptiveViT:
 
 
 def _untrained(config: TrialConfig) -> Result:
-    from ...cli.commands import device_of
+    from ...utils.hardware import device_of
 
     torch.manual_seed(config.seed)
     _, val = dataset.for_training(config.data, config.val_split, config.seed)

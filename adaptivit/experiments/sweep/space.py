@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...errors import UserError, unknown
-from ...policies import spec
+from ...policies import get, names, spec
 from ...training.config import TrainConfig
+from ...utils.coerce import convert
 from .config import NOT_IN_SPACE, TrialConfig
 
 Value = str | int | float
@@ -99,7 +100,7 @@ def _kind(key: str, policies: Sequence[str]) -> Any:
     """The type of a setting; float for float | None."""
     if key.startswith("policy."):
         name = key.removeprefix("policy.")
-        known = {n: typing.get_type_hints(spec.SETTINGS[n]) for n in policies if n in spec.SETTINGS}
+        known = {n: typing.get_type_hints(get(n).settings) for n in policies if n in names()}
         kind = next((hints[name] for hints in known.values() if name in hints), None)
         if known and kind is None:
             valid = {f"policy.{k}" for hints in known.values() for k in hints}
@@ -162,7 +163,7 @@ def apply(base: TrialConfig, params: Mapping[str, Value]) -> TrialConfig:
         if key.startswith("policy."):
             of_policy[key.removeprefix("policy.")] = value
         else:
-            changes[key] = spec.convert(key, value, _HINTS[key])
+            changes[key] = convert(key, value, _HINTS[key])
     changes["policy"] = _spec(changes.get("policy", base.policy), of_policy)
     return replace(base, **changes)
 

@@ -13,7 +13,8 @@ from typing import Annotated
 import tyro
 
 from ...errors import UserError, unknown
-from ...policies.spec import convert, parse
+from ...policies.spec import parse
+from ...utils.coerce import convert
 from ..config import TrainConfig
 from . import aht, amod, avit, baselines, dynamicvit, evit
 
@@ -26,16 +27,6 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     **baselines.RECIPES,
 }
 _ALWAYS = ("backbone", "policy", "epochs", "batch_size", "lr", "weight_decay", "augment")  # shown even by default
-# The recipe whose losses a policy trains with where none is named; the others train with the task loss alone.
-DEFAULTS = {
-    "aht": "aht-budget",
-    "avit": "avit-paper",
-    "dynamicvit": "dynamicvit",
-    "act": "act",
-    "confidence": "confidence",
-    "similarity": "similarity",
-    "pondernet": "pondernet",
-}
 
 
 @dataclass(frozen=True)

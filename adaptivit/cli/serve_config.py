@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import UserError
-from ..training.config import _at_least, _positive
+from ..utils.coerce import at_least, positive
 
 TOKEN = "ADAPTIVIT_TOKEN"  # the environment variable that may hold the bearer token
 
@@ -34,9 +34,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_upload", "max_pixels", "timeout"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         for name in ("max_images", "max_queue", "max_requests", "max_connections"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         if self.max_queue < self.max_images:
             raise UserError(
                 f"max_queue: expected room for at least one request of {self.max_images} images (--max-images), "
@@ -105,8 +105,8 @@ class ServeConfig:
             raise UserError(f"port: expected 0..65535, got {self.port}.")
         for name in ("batch_tokens", "batch_images", "img_size"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        _at_least("wait_ms", self.wait_ms, 0)
+                at_least(name, getattr(self, name), 1)
+        at_least("wait_ms", self.wait_ms, 0)
         if not self.name or not all(c.isalnum() or c in "._-" for c in self.name):
             raise UserError(f"name: expected letters, digits, '.', '_' and '-', got {self.name!r}.")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import UserError
-from ..training.config import _at_least, _size
+from ..utils.coerce import at_least, check_size
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class VisualizeConfig:
     """Where to run."""
 
     def __post_init__(self) -> None:
-        _size(self.img_size)
+        check_size(self.img_size)
         for name in ("shown", "batch_size"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("seed", self.seed, 0)
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
         if self.limit is not None:
-            _at_least("limit", self.limit, 1)
+            at_least("limit", self.limit, 1)
         if self.tokens != 0:
-            _at_least("tokens", self.tokens, 3)
+            at_least("tokens", self.tokens, 3)
         if bool(self.images) == (self.data is not None):
             raise UserError("Expected either --images FILES... or --data FOLDER.")

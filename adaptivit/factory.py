@@ -21,9 +21,9 @@ from .backbones.timm_vit import Shape, inspect
 from .budget import control
 from .checkpoint import format as checkpoint
 from .data.preprocess import Preprocessing
-from .errors import UnsupportedBackbone, UserError, WeightsError, unknown
+from .errors import UnsupportedBackbone, UserError, WeightsError
 from .model import AdaptiveViT
-from .policies.spec import SETTINGS, make
+from .policies.spec import make
 from .policies.spec import spec as settings_text
 
 
@@ -44,8 +44,6 @@ def create(
     A num_classes other than the weights' replaces the head; an img_size other than theirs resizes the position
     embedding. The rest are the policy's settings (adaptivit.settings).
     """
-    if policy not in SETTINGS:
-        raise unknown("policy", policy, SETTINGS)
     make(policy, policy_settings)  # a bad setting is said before anything is built or downloaded
     if isinstance(weights, (str, Path)) and Path(weights).is_dir():
         changes = {"num_classes": num_classes, "img_size": img_size, "drop_path_rate": drop_path_rate}
@@ -113,7 +111,7 @@ def load(directory: str | Path) -> AdaptiveViT:
 def _check_policy(config: dict[str, Any], path: Path) -> None:
     """Say what to do where a stored policy is not one of this version's."""
     policy, version = config["policy"], config.get("adaptivit", "?")
-    if policy not in SETTINGS:
+    if policy not in policies.names():
         raise WeightsError(
             f"{path} names the policy {policy!r}, which is unknown here (saved by adaptivit {version}, this is "
             f"{__version__}). Register your own before loading: adaptivit.register_policy({policy!r})."

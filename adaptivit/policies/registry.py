@@ -1,0 +1,114 @@
+"""Every policy by name: a record with its settings, its class, its colour in plots and its recipe.
+
+A policy of this package is its file and one record in BUILT_IN. One from outside calls `adaptivit.register_policy`, in
+a file that `--import` names or in a module that an installed package names as an entry point of `adaptivit.policies`.
+Nothing here imports torch, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import UserError, unknown
+from . import settings as own
+
+if TYPE_CHECKING:
+    from .base import Policy
+
+ENTRY_POINTS = "adaptivit.policies"
+P = TypeVar("P", bound="type[Policy]")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the rest of the package needs to know of a policy before it is built."""
+
+    settings: type  # a frozen dataclass
+    home: str | type  # "module:Class" in this package, or the class
+    colour: str = ""  # in plots; one that is left where empty
+    recipe: str = ""  # the losses that it trains with where no recipe is named; the task loss alone where empty
+
+
+BUILT_IN: dict[str, Record] = {
+    "static": Record(own.StaticSettings, "static:Static", "#667079"),
+    "aht": Record(own.AHTSettings, "aht:AHT", "#0f8b80", recipe="aht-budget"),
+    "avit": Record(own.AViTSettings, "avit:AViT", "#d1495b", recipe="avit-paper"),
+    "mod": Record(own.MoDSettings, "mod:MoD", "#8ab0e0"),
+    "amod": Record(own.AMoDSettings, "amod:AMoD", "#3d5a98"),
+    "dynamicvit": Record(own.DynamicViTSettings, "dynamicvit:DynamicViT", "#e08e1b", recipe="dynamicvit"),
+    "evit": Record(own.EViTSettings, "evit:EViT", "#8e5aa8"),
+    "tome": Record(own.ToMeSettings, "tome:ToMe", "#4c9a2a"),
+    "fold": Record(own.FoldSettings, "fold:Fold", "#a3a51c"),
+    "act": Record(own.ACTSettings, "act:ACT", "#8c6239", recipe="act"),
+    "confidence": Record(own.ConfidenceSettings, "exits:Confidence", "#c86fb0", recipe="confidence"),
+    "similarity": Record(own.SimilaritySettings, "exits:SimilarityExit", "#2aa6c9", recipe="similarity"),
+    "pondernet": Record(own.PonderNetSettings, "pondernet:PonderNet", "#5b5f97", recipe="pondernet"),
+    "replay": Record(own.ReplaySettings, "replay:Replay"),
+}
+_registered: dict[str, Record] = {}
+
+
+def names() -> list[str]:
+    """Every policy that can be asked for, those of installed packages included."""
+    return sorted({*BUILT_IN, *_registered, *_entry_points()})
+
+
+def get(name: str) -> Record:
+    """The record of a policy; an entry point is loaded the first time it is asked for."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name not in _registered and name in _entry_points():
+        _load(_entry_points()[name])
+    if name not in _registered:
+        raise unknown("policy", name, names())
+    return _registered[name]
+
+
+def register(name: str, settings: type = own.NoSettings, *, colour: str = "", recipe: str = "") -> Callable[[P], P]:
+    """Decorator: make a Policy subclass available under `name`, with its frozen dataclass of settings."""
+    if name in BUILT_IN:
+        raise UserError(f"The policy {name!r} is built in; choose another name.")
+    if not is_dataclass(settings):
+        raise UserError(f"settings of policy {name!r}: expected a dataclass, got {settings!r}.")
+
+    def add(cls: P) -> P:
+        from .base import Policy
+
+        if not issubclass(cls, Policy):
+            raise UserError(f"policy {name!r}: expected a subclass of adaptivit.Policy, got {cls.__name__}.")
+        _registered[name] = Record(settings, cls, colour, recipe)
+        return cls
+
+    return add
+
+
+def build(name: str, shape: Any, values: dict[str, Any]) -> Policy:
+    """A policy by name for a backbone of that shape."""
+    from .base import Policy
+    from .spec import make
+
+    record, settings = get(name), make(name, values)
+    cls: Any = record.home
+    if isinstance(cls, str):
+        module, _, attribute = cls.partition(":")
+        cls = getattr(importlib.import_module(f".{module}", __package__), attribute)
+    built = cls(settings, shape)
+    assert isinstance(built, Policy)
+    return built
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def _load(point: importlib.metadata.EntryPoint) -> None:
+    try:
+        point.load()
+    except Exception as error:
+        raise UserError(f"The policy {point.name!r} of {point.value} cannot be imported: {error!r}.") from None
+    if point.name not in _registered:
+        raise UserError(f"{point.value} was imported but registered no policy {point.name!r} (register_policy).")
