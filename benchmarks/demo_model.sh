@@ -1,7 +1,7 @@
 #!/bin/sh
 # The model of `adaptivit demo`: the quickstart's AHT-ViT, in half precision, calibrated; and its accuracy by budget.
 #   benchmarks/demo_model.sh OUT
-# OUT/aht becomes adaptivit/serve/model (without its calibration.csv and .png), OUT/demo.csv results/demo/demo.csv.
+# OUT/aht becomes adaptivit/serve/model (without its calibration.csv and .png), OUT/demo.csv docs/results/raw/demo/demo.csv.
 set -eu
 out=$1
 [ -d "$out/aht" ] || uv run adaptivit quickstart --seed 0 --out "$out"

@@ -1,6 +1,6 @@
 """GMACs of every method at 224 px: what the papers count, and what the method itself spends on top of it.
 
-    python benchmarks/gmacs.py --csv results/gmacs.csv
+    python benchmarks/gmacs.py --csv docs/results/raw/gmacs.csv
 
 Random weights: a method that keeps a fixed number of tokens costs the same on every image.
 """

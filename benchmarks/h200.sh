@@ -1,5 +1,5 @@
 #!/bin/sh
-# Speed on a GPU: the rows of benchmarks/h200/ (norms/ is `small` at batch 32 with --repeats 40). From the checkout, with or without installation:
+# Speed on a GPU: the rows of docs/results/raw/h200/ (norms/ is `small` at batch 32 with --repeats 40). From the checkout, with or without installation:
 #   sh benchmarks/h200.sh warm OUT       fill the compilers' caches, configurations side by side; nothing is kept
 #   sh benchmarks/h200.sh small OUT      DeiT-S: a replayed halting profile, and AHT-ViT that decides itself
 #   sh benchmarks/h200.sh modes OUT      static models alone, max-autotune among them (slow to compile)

@@ -1,5 +1,5 @@
 """Rows of committed results as `adaptivit reproduce` keeps finished ones, so that a table can be completed on a machine
-that has not run it: python benchmarks/restore_rows.py results/cifar100-main runs/reproduce/work
+that has not run it: python benchmarks/restore_rows.py docs/results/raw/cifar100-main runs/reproduce/work
 
 Rows that others start from are left out, since their weights are not committed: they are trained again. A row is known
 by the very words of --data and --weights: give those of the command in results.md, which is printed.
@@ -43,7 +43,7 @@ def restore(results: Path, work: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="results/TABLE")
+    parser.add_argument("results", type=Path, help="docs/results/raw/TABLE")
     parser.add_argument("work", type=Path, help="what --work of `adaptivit reproduce` will be")
     given = parser.parse_args()
     if given.results.name not in TABLES:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tables of results/ on one GPU, several small models at a time (NVIDIA's MPS shares the GPU between processes):
+# The tables of docs/results/raw/ on one GPU, several small models at a time (NVIDIA's MPS shares the GPU between processes):
 #   sh benchmarks/tables.sh first DATA WEIGHTS      static on CIFAR-100, which the others go on from
 #   sh benchmarks/tables.sh short DATA WEIGHTS      then: ingredients and ablations
 #   sh benchmarks/tables.sh imagenet DATA WEIGHTS   DATA has train/ (imagenet/adapt) and test/ (imagenet/eval)
