@@ -24,7 +24,7 @@ def row_macs(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Spent:
+class AddedMacs:
     """MACs beside the blocks: noted while a pass runs, added up when somebody asks."""
 
     part: str  # policy, evidence or asked
@@ -42,7 +42,7 @@ class CostModel:
 
     @property
     def embedding(self) -> float:
-        return float((self.tokens - self.shape.prefix) * self.shape.patch_macs)
+        return float((self.tokens - self.shape.num_prefix_tokens) * self.shape.patch_macs)
 
     @property
     def head(self) -> float:
@@ -51,10 +51,12 @@ class CostModel:
     def head_over(self, tokens: int) -> float:
         """MACs of the head where it is given so many tokens."""
         shape = self.shape
-        macs = float(shape.heads_out * shape.dim * shape.classes)
+        macs = float(shape.num_classifiers * shape.dim * shape.classes)
         if shape.latent_pool:  # q, kv, scores and values, projection, MLP of one latent query over the patches
-            pooled = tokens - (0 if shape.pool_prefix else shape.prefix)
-            macs += 2 * shape.dim**2 + pooled * 2 * shape.dim**2 + 2 * pooled * shape.dim + 2 * shape.dim * shape.hidden
+            pooled = tokens - (0 if shape.pool_prefix else shape.num_prefix_tokens)
+            macs += (
+                2 * shape.dim**2 + pooled * 2 * shape.dim**2 + 2 * pooled * shape.dim + 2 * shape.dim * shape.mlp_dim
+            )
         return macs
 
     def blocks(self, attended: Tensor, updated: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class CostModel:
     @property
     def mlp(self) -> float:
         """MACs of a token in an MLP."""
-        return 2.0 * self.shape.dim * self.shape.hidden
+        return 2.0 * self.shape.dim * self.shape.mlp_dim
 
     @property
     def static(self) -> float:
@@ -87,7 +89,7 @@ class CostModel:
             return present * present * (shape.attention_dim // shape.heads)
         if name == "class_row":
             return present * shape.attention_dim
-        if name == "ghost":  # one more row through the block
+        if name == "halted_row":  # one more row through the block
             projections = shape.dim * shape.attention_dim * (5 if shape.gated else 4)
-            return present * 2 * shape.attention_dim + projections + 2 * shape.dim * shape.hidden
+            return present * 2 * shape.attention_dim + projections + 2 * shape.dim * shape.mlp_dim
         return torch.zeros_like(present)

@@ -38,7 +38,7 @@ When = Literal["before", "between", "after"]
 class Keep:
     """Nothing leaves."""
 
-    share: Tensor | None = None  # [B, N] part of the current value that the readout takes
+    readout_weight: Tensor | None = None  # [B, N] part of the current value that the readout takes
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,24 @@ class Drop:
 
     leaving: Tensor  # [B, N] bool
     # [B, N] 0/1 key weights whose gradient a policy may choose (straight-through); 0 where a token has left
-    weight: Tensor | None = None
-    own: bool = True  # whether that gradient also comes through a token's attention to itself (not in DynamicViT)
-    zeroed: bool = False  # what a dense head sees of a token that left: zeros (A-ViT) instead of its last value
-    share: Tensor | None = None
-    count: int | None = None
-    stays: Tensor | None = None  # [B, N] bool: live and not leaving, where the policy knows it already; not recorded
+    key_weight: Tensor | None = None
+    self_key_grad: bool = (
+        True  # whether that gradient also comes through a token's attention to itself (not in DynamicViT)
+    )
+    zero_on_exit: bool = False  # what a dense head sees of a token that left: zeros (A-ViT) instead of its last value
+    readout_weight: Tensor | None = None
+    tokens_left: int | None = None
+    staying: Tensor | None = None  # [B, N] bool: live and not leaving, where the policy knows it already; not recorded
 
 
 @dataclass(frozen=True)
 class Skip:
     """Tokens sit out this block. With a gate g the others get z = x + g (block(x) - x). Only before a block."""
 
-    sitting: Tensor  # [B, N] bool
+    skipped: Tensor  # [B, N] bool
     gate: Tensor | None = None  # [B, N]
-    share: Tensor | None = None
-    count: int | None = None
+    readout_weight: Tensor | None = None
+    tokens_left: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,25 +76,26 @@ class Merge:
     attention.
     """
 
-    into: Tensor  # [B, N] long
-    scale: Tensor  # [B, N]
+    target: Tensor  # [B, N] long
+    source_weight: Tensor  # [B, N]
     size: Tensor | None = None  # [B, N] size of each token from now on: its weight as a key; None leaves sizes alone
-    weight: Tensor | None = None  # as in Drop: 0/1 with a gradient of the policy's choice
-    own: bool = True
-    share: Tensor | None = None
-    count: int | None = None
+    key_weight: Tensor | None = None  # as in Drop: 0/1 with a gradient of the policy's choice
+    self_key_grad: bool = True
+    readout_weight: Tensor | None = None
+    tokens_left: int | None = None
     # how many of those who were here [B, N] bool are left [B] int32, where the policy knows it already; not recorded
-    left: tuple[Tensor, Tensor] | None = None
+    left_counts: tuple[Tensor, Tensor] | None = None
 
 
 Decision = Keep | Drop | Skip | Merge
 _FIELDS = {  # torch.compile reads this
-    kind: tuple(f.name for f in fields(kind) if f.name not in ("stays", "left")) for kind in (Keep, Drop, Skip, Merge)
+    kind: tuple(f.name for f in fields(kind) if f.name not in ("staying", "left_counts"))
+    for kind in (Keep, Drop, Skip, Merge)
 }
 
 
 @dataclass(frozen=True)
-class Step:
+class AppliedDecision:
     """One answer of a policy, as it was carried out."""
 
     layer: int
@@ -106,8 +109,8 @@ class Trace:
 
     attended: Tensor  # [L, B, N] bool: took part in the block's attention
     updated: Tensor  # [L, B, N] bool: took part in the block's MLP
-    prefix: int  # number of tokens before the patches
-    steps: tuple[Step, ...] = ()
+    num_prefix_tokens: int  # number of tokens before the patches
+    steps: tuple[AppliedDecision, ...] = ()
     # what the policy itself wants known, on the grid: scores, halt, remainder, plan ... (see its docstring)
     facts: dict[str, Tensor] = field(default_factory=dict)
     pooled: str = "all"  # what a pooling head read: the last value of "all" tokens, or those "remaining"
@@ -130,14 +133,14 @@ class Trace:
     @property
     def mean_depth(self) -> Tensor:
         """[B] mean depth of the patches of each image."""
-        return self.depth[:, self.prefix :].double().mean(-1)
+        return self.depth[:, self.num_prefix_tokens :].double().mean(-1)
 
     def fact(self, name: str) -> Tensor:
         """A fact by name, or an error that says how to get it."""
         if name not in self.facts:
             raise UserError(
                 f"This forward pass has no fact {name!r} (it has: {', '.join(sorted(self.facts)) or 'none'}). "
-                f"Ask for it: model(images, ask=('{name}',)), with a policy that has it."
+                f"Ask for it: model(images, aux=('{name}',)), with a policy that has it."
             )
         return self.facts[name]
 

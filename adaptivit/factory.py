@@ -100,7 +100,7 @@ def load(directory: str | Path) -> AdaptiveViT:
     _restore(model, config.get("calibration"), config.get("max_macs"), path)
     checkpoint.fill(model, stored.state, stored.source, exact=True)
     stored.check_digest()
-    if model.shape.heads_out and model.class_names and len(model.class_names) != model.shape.classes:
+    if model.shape.num_classifiers and model.class_names and len(model.class_names) != model.shape.classes:
         raise WeightsError(
             f"Damaged checkpoint: {path} has {len(model.class_names)} class names for {model.shape.classes} classes."
         )
@@ -175,7 +175,7 @@ def _from_directory(
     model.preprocessing = replace(model.preprocessing, size=size)
     if not keep_head:
         model.class_names = None
-    if model.whole is not None and model.shape.heads_out:
+    if model.whole is not None and model.shape.num_classifiers:
         model.whole = replace(model.whole, classes=model.shape.classes)
     checkpoint.fit_backbone(vit, state, str(directory), replace_head=not keep_head)
     if same:
@@ -231,7 +231,12 @@ def _narrow_backbone(backbone: Any, config: dict[str, Any], directory: Path) -> 
     whole = Shape(**config["whole"])
     if asked.dim == config["backbone"]["kwargs"]["embed_dim"]:  # the narrow one itself was asked for
         return backbone
-    free: dict[str, Any] = {"tokens": 0, "read": 0, "classes": 0, "heads_out": 0}  # image sizes and heads may differ
+    free: dict[str, Any] = {
+        "tokens": 0,
+        "head_tokens": 0,
+        "classes": 0,
+        "num_classifiers": 0,
+    }  # image sizes and heads may differ
     if replace(asked, **free) != replace(whole, **free):
         raise WeightsError(
             f"{directory} holds a backbone cut out of one of width {whole.dim} with {whole.layers} blocks and "

@@ -26,7 +26,7 @@ from .execution import checkpointed, compiled, cpu, triton
 from .execution.cuda_graph import Captured
 from .execution.norm_fused import Folded
 from .forward import forward
-from .layouts import Layout, PackedOnDevice, Plan
+from .layouts import Layout, PackedOnDevice, RowSchedule
 from .output import Output
 from .policies.base import Policy
 
@@ -62,47 +62,47 @@ class AdaptiveViT(nn.Module):
         images: Tensor,
         *,
         layout: str = "auto",
-        ask: Collection[str] = (),
+        aux: Collection[str] = (),
         budget: control.Budgets | None = None,
         max_macs: control.Budgets | None = None,
     ) -> Output:
         """Classify `images` [B, C, H, W].
 
-        layout: "masked", "packed", "gathered" or "auto". ask: facts wanted though they do not act ("plan"), "tokens"
+        layout: "masked", "packed", "gathered" or "auto". aux: facts wanted though they do not act ("plan"), "tokens"
         for the last value of every token, "patches" for those of the patches after the final norm. budget, max_macs:
         instead of the model's own, for all images or one an image.
         """
         self._check(images)
         choice = self._choose(layout, images.device)
         if budget is None and max_macs is None and self._budget is None and self._limit is None:
-            return self._run(choice, images, ask)
-        turns = control.turns(self, images, budget, max_macs, ask)
+            return self._run(choice, images, aux)
+        turns = control.split_batch(self, images, budget, max_macs, aux)
         if len(turns) == 1:
-            return self._run(choice, images, ask, turn=turns[0])
-        return control.joined(turns, [self._run(choice, images[t.images], ask, turn=t) for t in turns])
+            return self._run(choice, images, aux, turn=turns[0])
+        return control.join_outputs(turns, [self._run(choice, images[t.images], aux, turn=t) for t in turns])
 
     def _run(
         self,
         choice: layouts.Choice,
         images: Tensor,
-        ask: Collection[str] = (),
-        plan: Plan | None = None,
-        turn: control.Turn | None = None,
+        aux: Collection[str] = (),
+        plan: RowSchedule | None = None,
+        turn: control.RunSetting | None = None,
         folded: Folded | None = None,
     ) -> Output:
-        turn = control.Turn(self.policy) if turn is None else turn
+        turn = control.RunSetting(self.policy) if turn is None else turn
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
         blocks: Any = timm_vit if not choice.fused else triton if folded is None else folded
-        if blocks is timm_vit and self.regional and (self.training or not choice.type.compact):
+        if blocks is timm_vit and self.regional and (self.training or not choice.type.drops_rows):
             blocks = compiled
         if self.recompute and self.training and torch.is_grad_enabled():
             blocks = checkpointed
-        if blocks is timm_vit and choice.type.compact and not self.training:
+        if blocks is timm_vit and choice.type.drops_rows and not self.training:
             blocks = cpu if cpu.refusal(self.vit, images.dtype, images.device) is None else timm_vit
         whole = self.whole_end or blocks is compiled  # which would need one more graph
-        return forward(self.vit, self.shape, turn.policy, make, images, ask, blocks, turn.shift, turn.limit, whole)
+        return forward(self.vit, self.shape, turn.policy, make, images, aux, blocks, turn.shift, turn.limit, whole)
 
     # -- what it may cost --------------------------------------------------------------------------------------
     def calibrate(
@@ -131,7 +131,7 @@ class AdaptiveViT(nn.Module):
         made = None if given is None else budgets.parse(given)
         made = None if made is None or made.free else made
         device = next(self.parameters()).device
-        settled = None if made is None else (device, control.settle(self, made, device))
+        settled = None if made is None else (device, control.solve(self, made, device))
         self._budget, self._settled = made, settled
 
     def _position(self, device: torch.device) -> float | None:
@@ -139,7 +139,7 @@ class AdaptiveViT(nn.Module):
         if self._budget is None:
             return None
         if self._settled is None or (self._budget.ms is not None and self._settled[0] != device):
-            self._settled = (device, control.settle(self, self._budget, device))
+            self._settled = (device, control.solve(self, self._budget, device))
         return self._settled[1]
 
     def _turn(self, position: float | None) -> Policy:
@@ -189,7 +189,7 @@ class AdaptiveViT(nn.Module):
         dtype = next(self.parameters()).dtype
         with torch.inference_mode():
             choice, refusal = self._choose(layout, device), triton.refusal(self.vit, dtype, device)
-            lean_too = choice.type.compact and not self.training and cpu.refusal(self.vit, dtype, device) is None
+            lean_too = choice.type.drops_rows and not self.training and cpu.refusal(self.vit, dtype, device) is None
         how = "fused Triton kernels" if choice.fused else "products in place" if lean_too else "timm's modules"
         because = "" if choice.fused or refusal is None or device.type == "cpu" else f" (no fused kernels: {refusal})"
         return f"{choice.type.name} on {device.type} with {how}{because}: {choice.why}"

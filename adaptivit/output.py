@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .cost import CostModel, Spent
+from .cost import AddedMacs, CostModel
 from .decision import Trace
 
 
@@ -23,9 +23,9 @@ class Output:
     layout: str
     tokens: Tensor | None = None  # [B, N, D] last value of every token, when asked for
     patches: Tensor | None = None  # [B, N - prefix, D] the patches among them after the final norm, when asked for
-    spent: tuple[Spent, ...] = ()  # what `parts` adds up
+    added_macs: tuple[AddedMacs, ...] = ()  # what `parts` adds up
     pooled: int | None = None  # tokens that a pooling head read, where it read fewer than there are slots
-    read_alone: bool = False  # the last MLP took the tokens that the head reads and nobody else
+    prefix_only_mlp: bool = False  # the last MLP took the tokens that the head reads and nobody else
     counted: dict[str, Tensor] | None = None  # `parts`, where several passes were joined and each has counted its own
     ran: Tensor | None = None  # [B] `macs_ran`, likewise
 
@@ -40,7 +40,7 @@ class Output:
         head = self.costs.head if self.pooled is None else self.costs.head_over(self.pooled)
         parts = {"embedding": zero + self.costs.embedding, "blocks": blocks, "head": zero + head}
         parts |= {"policy": zero, "evidence": zero, "asked": zero}
-        for spent in self.spent:
+        for spent in self.added_macs:
             parts[spent.part] = parts[spent.part] + spent.macs(spent.present.sum(-1).double())
         return parts
 
@@ -52,9 +52,9 @@ class Output:
     @property
     def macs_ran(self) -> Tensor:
         """[B] `macs` without the patches in the last MLP, where nobody read them and a compact layout left them out."""
-        if self.ran is not None or not self.read_alone:
+        if self.ran is not None or not self.prefix_only_mlp:
             return self.macs if self.ran is None else self.ran
-        unread = self.trace.live_mlp[-1].double() - self.costs.shape.read
+        unread = self.trace.live_mlp[-1].double() - self.costs.shape.head_tokens
         return self.macs - unread * self.costs.mlp
 
     @property

@@ -65,7 +65,7 @@ def main() -> None:
         for row in check(model, unseen, reachable):
             made = {
                 "policy": spec,
-                "knob": curve.knob,
+                "knob": curve.dial,
                 "points": len(curve.points),
                 "least_share": curve.points[-1].macs / curve.static,
                 "budget": row.budget,
@@ -86,7 +86,7 @@ def main() -> None:
             }
             append_csv(given.out, {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in made.items()})
             print(
-                f"{spec:24} {row.budget:>5} {curve.knob} {row.position:8.4f} error {made['error_percent']:+.2f} %, "
+                f"{spec:24} {row.budget:>5} {curve.dial} {row.position:8.4f} error {made['error_percent']:+.2f} %, "
                 f"expected within {made['expected_percent']:.2f} %, here {made['chance_percent']:.2f} %",
                 flush=True,
             )

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 from adaptivit.kernels import merge, merge_assign, pack_index
-from adaptivit.kernels.merge_score import Worth
+from adaptivit.kernels.merge_score import MergeScore
 
 SLOTS, WIDTH, HEAD, LEAVING = 197, 384, 64, 16
 MEET = [
@@ -41,12 +41,12 @@ def cases(batch: int) -> Any:
     here = torch.ones(batch, SLOTS, dtype=torch.bool, device="cuda")
     patches = here & (torch.arange(SLOTS, device="cuda") > 0)
     size = torch.ones(batch, SLOTS, device="cuda")
-    worth = Worth(torch.rand(batch, SLOTS, device="cuda"), torch.rand(batch, SLOTS, device="cuda"), 0.5, 0.5)
+    worth = MergeScore(torch.rand(batch, SLOTS, device="cuda"), torch.rand(batch, SLOTS, device="cuda"), 0.5, 0.5)
     count = SLOTS - 1 - LEAVING
-    meets = partial(merge_assign.meet, units, patches, here, size, None, None, worth, count)
+    meets = partial(merge_assign.assign, units, patches, here, size, None, None, worth, count)
     met = meets()
     rows = torch.randn(batch * SLOTS, WIDTH, device="cuda").to(torch.bfloat16)
-    merges = partial(merge.merge, rows, here, met.into, met.scale, cells, count + 1, met.size, True)
+    merges = partial(merge.merge, rows, here, met.target, met.source_weight, cells, count + 1, met.size, True)
 
     def of_meet(tile: merge_assign.Tile) -> None:
         merge_assign.tile_for = lambda *_: tile

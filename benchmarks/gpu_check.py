@@ -39,7 +39,7 @@ from adaptivit.kernels import (
     unskip,
     weighted_attention,
 )
-from adaptivit.kernels.merge_score import Worth
+from adaptivit.kernels.merge_score import MergeScore
 from adaptivit.model import AdaptiveViT
 
 
@@ -136,7 +136,7 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
     size, say = torch.rand(2, *here.shape, device="cuda") + 0.1
     with torch.inference_mode():
-        into, scale, after, left = merge_assign.meet(units, patches_, here, size, say, leaving, None, 0)
+        into, scale, after, left = merge_assign.assign(units, patches_, here, size, say, leaving, None, 0)
     same(f"meet, left {name}", left[1:], ((here & ~leaving).sum(-1).int(),))
     best = cosine.masked_fill(~stay, float("-inf"))
     compare("meet", best.max(-1).values, torch.where(leaving, into, -1), best)
@@ -147,12 +147,14 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     score = noise(*here.shape, dtype=torch.float32)
     rest = topk.reference(score, patches_, 3, rest=True)
     with torch.inference_mode():
-        ranked = merge_assign.meet(units, patches_, here, size, say, None, score, 3)
-        same(f"meet, ranked {name}", ranked[:3], merge_assign.meet(units, patches_, here, size, say, rest, None, 0)[:3])
-        worth = Worth(score.abs(), found[0].clamp(-1, 1), 0.5, 0.5)
+        ranked = merge_assign.assign(units, patches_, here, size, say, None, score, 3)
+        same(
+            f"meet, ranked {name}", ranked[:3], merge_assign.assign(units, patches_, here, size, say, rest, None, 0)[:3]
+        )
+        worth = MergeScore(score.abs(), found[0].clamp(-1, 1), 0.5, 0.5)
         by, its = worth.numbers(size)
         one, two = (
-            merge_assign.meet(units, patches_, here, size, *s, 3) for s in ((None, None, worth), (its, None, by))
+            merge_assign.assign(units, patches_, here, size, *s, 3) for s in ((None, None, worth), (its, None, by))
         )
         assert one is not None and two is not None  # noqa: PT018
         same(f"meet, by worth {name}", one[:1], two[:1])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit.decision import Decision, Drop, Keep, Merge, Skip, Step, Trace, When
+from adaptivit.decision import AppliedDecision, Decision, Drop, Keep, Merge, Skip, Trace, When
 from adaptivit.evaluation.evaluate import Result
 from adaptivit.experiments.sweep import report, run
 from adaptivit.output import Output
@@ -178,21 +178,26 @@ def random_trace(
         if kind in ("skip", "gate", "skip_all") and when == "before":
             sitting = some(1.0 if kind == "skip_all" else 0.5)
             count = int((live & ~sitting)[0].sum()) if told else None
-            decision, skipping = Skip(sitting, 2 * rand() if kind == "gate" else None, share=share, count=count), True
+            decision, skipping = (
+                Skip(sitting, 2 * rand() if kind == "gate" else None, readout_weight=share, tokens_left=count),
+                True,
+            )
         elif "drop" in kind and not skipping:
             whole = rand()[:, :1] < 0.6
             leaving = some(0.3) if kind != "drop_all" else whole[:1].expand_as(live) if equal else whole.expand_as(live)
             live = live & ~leaving
             weight = live.float() if kind == "drop_weight" else None
             count = int(live[0].sum()) if told else None
-            decision = Drop(leaving, weight=weight, zeroed=kind == "drop_zeroed", share=share, count=count)
+            decision = Drop(
+                leaving, key_weight=weight, zero_on_exit=kind == "drop_zeroed", readout_weight=share, tokens_left=count
+            )
         elif "merge" in kind and not skipping:
             nowhere, sized = kind == "merge_nowhere", kind != "merge_unsized"
             m = merging(seed + position, live, equal=equal, nowhere=nowhere, sized=sized)
-            live = live & (m.into == torch.arange(slots))
+            live = live & (m.target == torch.arange(slots))
             decision = replace(m, share=share, count=int(live[0].sum()) if told else None)
         if kind != "none":
-            steps.append(Step(layer, when, decision))
+            steps.append(AppliedDecision(layer, when, decision))
     shape = torch.zeros(len(kinds) // 3, images, slots, dtype=torch.bool)
     return Trace(shape, shape, prefix, tuple(steps))
 
@@ -212,21 +217,23 @@ def literal_forward(vit: Any, trace: Trace, images: Tensor) -> tuple[Tensor, Ten
                         value[i] = start[i] + gate[b, i] * (value[i] - start[i])
                     here = list(weight)
                 said = answer.get((layer, when), Keep())
-                if said.share is not None:
-                    part = torch.stack([said.share[b, i] * value[i] for i in value])
+                if said.readout_weight is not None:
+                    part = torch.stack([said.readout_weight[b, i] * value[i] for i in value])
                     shares = part if shares is None else shares + part
                 if isinstance(said, Skip):
-                    here, gate = [i for i in here if not said.sitting[b, i]], said.gate
+                    here, gate = [i for i in here if not said.skipped[b, i]], said.gate
                 elif isinstance(said, Drop):
                     for i in [i for i in here if said.leaving[b, i]]:
-                        value[i] = torch.zeros_like(value[i]) if said.zeroed else value[i]
+                        value[i] = torch.zeros_like(value[i]) if said.zero_on_exit else value[i]
                         del weight[i]
                     here = list(weight)
                 elif isinstance(said, Merge):
                     size = weight if said.size is None else said.size[b]
-                    old, weight = dict(value), {j: float(size[j]) for j in here if said.into[b, j] == j}
+                    old, weight = dict(value), {j: float(size[j]) for j in here if said.target[b, j] == j}
                     for j in weight:
-                        value[j] = torch.stack([said.scale[b, i] * old[i] for i in here if said.into[b, i] == j]).sum(0)
+                        value[j] = torch.stack(
+                            [said.source_weight[b, i] * old[i] for i in here if said.target[b, i] == j]
+                        ).sum(0)
                     here = list(weight)
                 if when == "after" or not here:
                     continue

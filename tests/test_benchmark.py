@@ -18,7 +18,7 @@ from PIL import Image
 from test_data import folder, refused, run
 
 import adaptivit
-from adaptivit.decision import Drop, Keep, Step, Trace
+from adaptivit.decision import AppliedDecision, Drop, Keep, Trace
 from adaptivit.errors import UserError
 from adaptivit.evaluation import halting_profiles
 from adaptivit.evaluation.timing import Timing, interleaved
@@ -172,7 +172,7 @@ def test_when_the_baselines_fail_there_still_are_charts() -> None:
 @pytest.mark.parametrize("kind", ["class", "distilled", "registers", "average", "max", "deit3"])
 def test_padding_and_the_patch_product_give_what_masks_give(kind: str) -> None:
     model, images = tiny("static", kind), pictures(4)
-    tokens, prefix = model.shape.tokens, model.shape.prefix
+    tokens, prefix = model.shape.tokens, model.shape.num_prefix_tokens
     trace = halting_profiles.drawn_trace(
         halting_profiles.resampled(halting_profiles.PROFILES["50"], 6), 4, tokens, 3, prefix
     )
@@ -193,11 +193,11 @@ def test_padding_refuses_what_it_cannot_carry_out() -> None:
     for decision, when, why in (
         (Keep(), "after", "Keep"),
         (Drop(grid[0] & False), "between", "between"),
-        (Drop(grid[0] & False, zeroed=True), "after", "Drop"),
+        (Drop(grid[0] & False, zero_on_exit=True), "after", "Drop"),
         (Drop(grid[0]), "after", "head reads"),
     ):
         with pytest.raises(UserError, match=why):
-            Padded(model, Trace(grid, grid, 1, (Step(0, when, decision),)))  # type: ignore[arg-type]
+            Padded(model, Trace(grid, grid, 1, (AppliedDecision(0, when, decision),)))  # type: ignore[arg-type]
 
 
 def test_a_captured_model_is_checked_by_its_recorded_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,41 +77,41 @@ def test_positions() -> None:
     assert made.at(92.0) == 1.0
     assert made.at(80.0) == 2.0  # a step: nothing between, so the one below
     assert made.at(60.0) == 2.0
-    assert made.position(parse("-4%"), "") == 0.0
-    assert made.position(parse("none"), "") is None
+    assert made.position_for(parse("-4%"), "") == 0.0
+    assert made.position_for(parse("none"), "") is None
     with pytest.raises(UserError, match=r"-50% \(5e-08 GMACs\) is below the least .* 6e-08 GMACs \(-40.0 %\)"):
-        made.position(parse("-50%"), "")
+        made.position_for(parse("-50%"), "")
     with pytest.raises(UserError, match="101 MACs is above the static model's 1e-07 GMACs"):
-        made.position(parse(101), "")
+        made.position_for(parse(101), "")
     steps = curve(continuous=False)
     assert [steps.at(m) for m in (100.0, 98.0, 96.0, 95.0, 80.0)] == [-2.0, 0.0, 0.0, 1.0, 2.0]
     small = replace(made, static=200.0)  # a model that cannot be as dear as static: its dearest
-    assert small.position(parse("-0%"), "") == -2.0
+    assert small.position_for(parse("-0%"), "") == -2.0
 
 
 def test_milliseconds() -> None:
     made = curve()
     with pytest.raises(UserError, match="no milliseconds have been measured"):
-        made.position(parse("3 ms"), "here")
+        made.position_for(parse("3 ms"), "here")
     timed = replace(made, latency=Latency("here", 4, "packed", "float32", ((100.0, 5.0), (96.0, 4.0), (60.0, 2.0))))
-    assert timed.position(parse("4.5 ms"), "here") == pytest.approx(-1.0)
-    assert timed.position(parse("9 ms"), "here") == -2.0
-    assert timed.position(parse("2 ms"), "here") == 2.0
+    assert timed.position_for(parse("4.5 ms"), "here") == pytest.approx(-1.0)
+    assert timed.position_for(parse("9 ms"), "here") == -2.0
+    assert timed.position_for(parse("2 ms"), "here") == 2.0
     with pytest.raises(UserError, match=r"measured on here and do not hold on there; call model.calibrate"):
-        timed.position(parse("3 ms"), "there")
+        timed.position_for(parse("3 ms"), "there")
     with pytest.raises(UserError, match=r"1 ms is below the least .* 2 ms for 4 images on here"):
-        timed.position(parse("1 ms"), "here")
+        timed.position_for(parse("1 ms"), "here")
     alone = replace(timed, latency=replace(timed.latency, batch=1))
     with pytest.raises(UserError, match=r"2 ms for 1 image on here"):
-        alone.position(parse("1 ms"), "here")
-    assert timed.position(parse("-4%"), "there") == 0.0  # MACs hold everywhere
+        alone.position_for(parse("1 ms"), "here")
+    assert timed.position_for(parse("-4%"), "there") == 0.0  # MACs hold everywhere
 
 
 @given(costs=st.lists(st.floats(1, 100), min_size=1, max_size=12), continuous=st.booleans())
 def test_curves_fall(costs: list[float], continuous: bool) -> None:
     points = [Point(float(i), macs, macs / 10) for i, macs in enumerate(costs)]
     fallen = falling(points, continuous)
-    assert all(a.macs > b.macs and a.knob < b.knob for a, b in itertools.pairwise(fallen))
+    assert all(a.macs > b.macs and a.position < b.position for a, b in itertools.pairwise(fallen))
     if not continuous:
         assert set(fallen) <= set(points)
         assert fallen[-1].macs == min(costs)
@@ -124,9 +124,9 @@ def test_round_trip() -> None:
     assert again == replace(timed, budget="-33%")
     for damage in (
         {"points": []},
-        {"points": [{"knob": 1.0}]},
-        {"points": [{"knob": 1.0, "macs": "x", "live": 1.0}]},
-        {"points": [{"knob": k, "macs": 5.0, "live": 1.0} for k in (0.0, 1.0)]},
+        {"points": [{"position": 1.0}]},
+        {"points": [{"position": 1.0, "macs": "x", "live": 1.0}]},
+        {"points": [{"position": k, "macs": 5.0, "live": 1.0} for k in (0.0, 1.0)]},
         {"settings": None},
         {"odd": 1},
     ):
@@ -143,18 +143,18 @@ def test_it_knows_its_own_error() -> None:
     assert made.error(100.0) == 0.0
     assert made.needed(80.0) == 2500  # 10 % of 100 images: 5 times better takes 25 times as many
     assert replace(made, images=2500).error(80.0) == pytest.approx(0.02)
-    assert made.doubt("-20%") == (
+    assert made.accuracy_warning("-20%") == (
         "-20% is met within about ±10.0 % on new images: they differ in cost, and the curve is of 100 images; "
         "about 2,500 would bring it to ±2 %."
     )
-    assert "-20% is met within" in str(made.doubt())  # the worst of the tenths
-    assert made.doubt("-1%") is None
-    assert made.doubt("none") is None
-    assert replace(made, images=2501).doubt("-20%") is None
-    assert replace(made, continuous=False).doubt("-20%") is None  # every image costs the same
+    assert "-20% is met within" in str(made.accuracy_warning())  # the worst of the tenths
+    assert made.accuracy_warning("-1%") is None
+    assert made.accuracy_warning("none") is None
+    assert replace(made, images=2501).accuracy_warning("-20%") is None
+    assert replace(made, continuous=False).accuracy_warning("-20%") is None  # every image costs the same
     assert replace(made, continuous=False).error(80.0) == 0.0
     assert curve().error(96.0) is None  # a curve of before
-    assert "is not known from 8 images" in str(curve().doubt("-4%"))
+    assert "is not known from 8 images" in str(curve().accuracy_warning("-4%"))
     assert Calibration.from_config(made.to_config(None)) == made
     old = made.to_config(None)
     for point in (*old["points"], old["settings"]):

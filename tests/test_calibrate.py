@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 import adaptivit
 from adaptivit import layouts
 from adaptivit.budget import control
-from adaptivit.budget.control import Turn
+from adaptivit.budget.control import RunSetting
 from adaptivit.budget.curve import Calibration, parse
 from adaptivit.budget.measure import NEAR, check, static_macs
 from adaptivit.data import dataset
@@ -71,7 +71,7 @@ def test_curves(case: str) -> None:
     if case in SHIFTS:
         gaps = [a.macs - b.macs for a, b in itertools.pairwise(curve.points)]
         assert max(gaps) < 0.1 * curve.static
-        zero = model._run(model._choose("auto", images.device), images, turn=Turn(model.policy, torch.zeros(24)))
+        zero = model._run(model._choose("auto", images.device), images, turn=RunSetting(model.policy, torch.zeros(24)))
         assert torch.equal(zero.trace.attended, model(images).trace.attended)  # 0 is what the settings say
     for point in curve.points[:: len(curve.points) // 3]:
         if case in COUNTS or point in curve.points[:1]:
@@ -126,8 +126,8 @@ def test_it_knows_how_well_a_budget_is_met(case: str) -> None:
     assert sum(abs(m) <= 1 for m in missed) >= 6  # of 8; 19 of 20 in the long run, of new images without end
     assert max(map(abs, missed)) < 2.5
     at = curve.points[len(curve.points) // 2]
-    shift = torch.full((24,), at.knob)
-    macs = model._run(model._choose("auto", images.device), images[168:192], turn=Turn(model.policy, shift)).macs
+    shift = torch.full((24,), at.position)
+    macs = model._run(model._choose("auto", images.device), images[168:192], turn=RunSetting(model.policy, shift)).macs
     assert at.spread == pytest.approx(float(macs.std()), rel=0.2)
     assert model.calibrate(images[:1]).points[0].spread is None  # one image says nothing of it
 
@@ -144,7 +144,7 @@ def test_the_nearest_step_below(case: str) -> None:
 
 def test_static_is_cut_between_blocks() -> None:
     curve = calibrated("static").calibration
-    assert [p.knob for p in curve.points] == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    assert [p.position for p in curve.points] == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
 
 
 def test_digits() -> None:
@@ -214,8 +214,8 @@ def test_each_image_has_its_own(case: str) -> None:
     tensors, lists = model(images, budget=numbers), model(images, budget=numbers.tolist())
     assert torch.equal(tensors.logits, lists.logits)
     if case in COUNTS:
-        kept = model(images, budget=asked, ask=("tokens",)).tokens
-        assert_close(kept[2], model(images[2:3], budget=asked[2], ask=("tokens",)).tokens[0])
+        kept = model(images, budget=asked, aux=("tokens",)).tokens
+        assert_close(kept[2], model(images[2:3], budget=asked[2], aux=("tokens",)).tokens[0])
 
 
 @pytest.mark.parametrize("case", ["aht", "avit", "confidence"])
@@ -224,7 +224,7 @@ def test_on_the_device_layout(case: str) -> None:
     model = calibrated(case)
     images, shift = pictures(4, seed=5), torch.tensor([-3.0, 0.0, 0.7, 4.0])
     runs = [
-        model._run(layouts.Choice(kind, False, ""), images, turn=Turn(model.policy, shift))
+        model._run(layouts.Choice(kind, False, ""), images, turn=RunSetting(model.policy, shift))
         for kind in (Masked, Packed, PackedOnDevice)
     ]
     for other in runs[1:]:
@@ -271,7 +271,7 @@ def test_compiled(case: str) -> None:
         choice = layouts.Choice(Masked, False, "")
 
         def shifted(images: Tensor, shift: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-            out = model._run(choice, images, turn=Turn(model.policy, shift, limit))
+            out = model._run(choice, images, turn=RunSetting(model.policy, shift, limit))
             return out.logits, out.trace.attended
 
         quick = torch.compile(shifted, fullgraph=True, backend="aot_eager")
@@ -311,7 +311,7 @@ def test_saved_and_loaded(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"knob": "keep"},
+        {"dial": "keep"},
         {"continuous": False},
         {"continuous": "yes"},
         {"tokens": 26},
@@ -319,8 +319,8 @@ def test_saved_and_loaded(case: str, tmp_path: Path) -> None:
         {"static": 0},
         {"images": 0},
         {"images": None},
-        {"points": [{"knob": 0.0, "macs": float("nan"), "live": 3.0}]},
-        {"points": [{"knob": 0.0, "macs": 1.0}]},
+        {"points": [{"position": 0.0, "macs": float("nan"), "live": 3.0}]},
+        {"points": [{"position": 0.0, "macs": 1.0}]},
         {"budget": "3 parsecs"},
         {"other": 1},
     ],

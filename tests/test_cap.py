@@ -15,7 +15,7 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit import layouts
-from adaptivit.budget.control import Turn
+from adaptivit.budget.control import RunSetting
 from adaptivit.budget.limit import minimum
 from adaptivit.cost import CostModel
 from adaptivit.errors import UserError
@@ -29,7 +29,7 @@ TYPES = (Masked, Packed, PackedOnDevice)
 
 
 def run(model: Any, kind: type[layouts.Layout], images: Tensor, shift: Tensor | None, limit: Tensor | None) -> Output:
-    turn = Turn(model.policy, shift, limit)
+    turn = RunSetting(model.policy, shift, limit)
     return model._run(layouts.Choice(kind, False, ""), images, turn=turn)  # with gradients on: timm's own modules
 
 
@@ -193,8 +193,8 @@ def test_errors() -> None:
     with torch.no_grad():
         out = model(pictures())
     assert (out.macs <= least).all()
-    with pytest.raises(UserError, match=r"ask=\('exits',\)"):
-        tiny("confidence")(pictures(), max_macs="-30%", ask=("exits",))
+    with pytest.raises(UserError, match=r"aux=\('exits',\)"):
+        tiny("confidence")(pictures(), max_macs="-30%", aux=("exits",))
     with pytest.raises(UserError, match="'replay' cannot be held"):
         adaptivit.create(model.vit, "replay", trace=out.trace)(pictures(), max_macs="-30%")
     model.train()

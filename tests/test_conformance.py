@@ -90,14 +90,14 @@ def test_built_in_policies_conform(case: str) -> None:
 class EveryThird(adaptivit.Policy):
     """Drops every third patch after block 1, skips every second one in block 2."""
 
-    def before(self, view: Any, state: Any) -> adaptivit.Skip | None:
-        slot = torch.arange(view.present.shape[1]) - self.shape.prefix
+    def before(self, ctx: Any, state: Any) -> adaptivit.Skip | None:
+        slot = torch.arange(ctx.present.shape[1]) - self.shape.num_prefix_tokens
         odd = (slot >= 0) & (slot % 2 == 1)
-        return adaptivit.Skip(view.present & odd) if view.layer == 2 else None
+        return adaptivit.Skip(ctx.present & odd) if ctx.layer == 2 else None
 
-    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
-        slot = torch.arange(view.present.shape[1]) - self.shape.prefix
-        return adaptivit.Drop(view.present & (slot >= 0) & (slot % 3 == 0)) if view.layer == 1 else None
+    def after(self, ctx: Any, state: Any) -> adaptivit.Drop | None:
+        slot = torch.arange(ctx.present.shape[1]) - self.shape.num_prefix_tokens
+        return adaptivit.Drop(ctx.present & (slot >= 0) & (slot % 3 == 0)) if ctx.layer == 1 else None
 
 
 @pytest.mark.usefixtures("own_policies")
@@ -107,23 +107,23 @@ def test_a_policy_of_ones_own_conforms() -> None:
 
 
 class Remembers(EveryThird):
-    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
-        self.seen = view.layer
-        return super().after(view, state)
+    def after(self, ctx: Any, state: Any) -> adaptivit.Drop | None:
+        self.seen = ctx.layer
+        return super().after(ctx, state)
 
 
 class LooksAtOthers(adaptivit.Policy):
     """Decides by the mean over the batch: an image alone gets another answer."""
 
-    def after(self, view: Any, state: Any) -> adaptivit.Drop:
-        value = view.element(0)
-        return adaptivit.Drop(view.present & (value < value.mean()))
+    def after(self, ctx: Any, state: Any) -> adaptivit.Drop:
+        value = ctx.channel(0)
+        return adaptivit.Drop(ctx.present & (value < value.mean()))
 
 
 class SpendsInSecret(EveryThird):
-    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
+    def after(self, ctx: Any, state: Any) -> adaptivit.Drop | None:
         torch.eye(8) @ torch.eye(8)
-        return super().after(view, state)
+        return super().after(ctx, state)
 
 
 @pytest.mark.usefixtures("own_policies")
@@ -141,8 +141,8 @@ class LiesAboutEqual(LooksAtOthers):
 
     equal = True
 
-    def after(self, view: Any, state: Any) -> adaptivit.Drop:
-        return adaptivit.Drop(view.present & (view.element(0) < 0))
+    def after(self, ctx: Any, state: Any) -> adaptivit.Drop:
+        return adaptivit.Drop(ctx.present & (ctx.channel(0) < 0))
 
 
 class MiscountsItself(EveryThird):
@@ -150,9 +150,9 @@ class MiscountsItself(EveryThird):
 
     equal = True
 
-    def after(self, view: Any, state: Any) -> adaptivit.Drop | None:
-        answer = super().after(view, state)
-        return None if answer is None else adaptivit.Drop(answer.leaving, count=5)
+    def after(self, ctx: Any, state: Any) -> adaptivit.Drop | None:
+        answer = super().after(ctx, state)
+        return None if answer is None else adaptivit.Drop(answer.leaving, tokens_left=5)
 
 
 @pytest.mark.usefixtures("own_policies")

@@ -25,7 +25,7 @@ def counted(model: Any, images: torch.Tensor, ask: tuple[str, ...] = ()) -> tupl
     """MACs by torch's counter. The MATH backend, because fused CPU attention is counted as zero in some releases."""
     model.requires_grad_(False)  # not no_grad: the counter's own hooks fail there on a pooling head's latent query
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        out = model(images, layout="packed", ask=ask)
+        out = model(images, layout="packed", aux=ask)
     return counter.get_total_flops() // 2, out
 
 
@@ -63,7 +63,7 @@ def test_gated_attention_and_wide_heads() -> None:
     for block in vit.blocks:
         block.attn = Attention(24, 3, attn_head_dim=6, gated=True, qkv_bias=True)
     randomise(vit)
-    check(adaptivit.create(vit, "avit", gate_center=1.0), ask=("raw_scores",))
+    check(adaptivit.create(vit, "avit", gate_center=1.0), aux=("raw_scores",))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_gated_attention_and_wide_heads() -> None:
 )
 @pytest.mark.parametrize("kind", ["class", "average"])
 def test_policies(policy: str, given: dict[str, Any], ask: tuple[str, ...], kind: str) -> None:
-    out = check(tiny(policy, kind, **given), ask=ask)
+    out = check(tiny(policy, kind, **given), aux=ask)
     assert (out.macs_blocks < out.costs.static).all(), "this test wants tokens that halt"
     assert bool(out.parts["asked"].any()) == (bool(ask) and given.get("plan_weight", 0) == 0)
     assert bool(out.parts["policy"].any()) == (given.get("plan_weight", 0) > 0)
@@ -91,7 +91,7 @@ def test_policies(policy: str, given: dict[str, Any], ask: tuple[str, ...], kind
 @pytest.mark.parametrize("kind", ["distilled", "registers", "map", "qk_norm"])
 def test_other_backbones(kind: str) -> None:
     check(tiny("aht", kind, beta=-0.5, plan_weight=0.5))
-    check(tiny("avit", kind, gate_center=3.0), ask=("raw_scores",))
+    check(tiny("avit", kind, gate_center=3.0), aux=("raw_scores",))
 
 
 def test_finish_with_class_is_cheaper() -> None:
@@ -113,15 +113,15 @@ class Curious(adaptivit.Policy):
     """Looks at everything that can be looked at, and asks the head after every block."""
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        return frozenset({"received", "class_row", "keys", "similarity", "ghost", "fc1", "gelu"})
+        return frozenset({"received", "class_row", "keys", "similarity", "halted_row", "fc1", "gelu"})
 
-    def after(self, view: Any, state: None) -> Decision | None:
-        view.logits()
-        received, share = view.found["received"], view.found["class_row"]
-        if view.layer == 2:  # an early exit of the second image, and the least attended of the others
+    def after(self, ctx: Any, state: None) -> Decision | None:
+        ctx.logits()
+        received, share = ctx.evidence["received"], ctx.evidence["class_row"]
+        if ctx.layer == 2:  # an early exit of the second image, and the least attended of the others
             exit_second = torch.tensor([False, True, False])[:, None]
             leaving = (received < received.mean(-1, keepdim=True)) & (share < 0.05)
-            leaving[:, : self.shape.prefix] = False
+            leaving[:, : self.shape.num_prefix_tokens] = False
             return Drop(leaving | exit_second)
         return None
 

@@ -86,7 +86,8 @@ def test_a_look_is_what_the_model_does(live: Running) -> None:
     with torch.inference_mode():
         out = model(image, budget="-40%")
     assert found["attended"] == [
-        "".join("01"[int(on)] for on in row) for row in out.trace.attended[:, 0, model.shape.prefix :].tolist()
+        "".join("01"[int(on)] for on in row)
+        for row in out.trace.attended[:, 0, model.shape.num_prefix_tokens :].tolist()
     ]
     assert found["classes"][0]["name"] == "3"
     assert found["gmacs"] * 1e9 == pytest.approx(float(out.macs_deployed[0]))

@@ -49,7 +49,7 @@ def literal(model: Any, images: Tensor) -> Tensor:
                 if left is None and isinstance(said, Drop) and said.leaving[b, place]:
                     left = (step.layer, step.when)
                 elif left is None and isinstance(said, Merge):
-                    goes = int(said.into[b, place])
+                    goes = int(said.target[b, place])
                     left = (step.layer, step.when) if goes < 0 else None
                     place = place if goes < 0 else goes
             row.append(values[left or "end"][b, place])
@@ -64,9 +64,9 @@ def states(model: Any, images: Tensor) -> dict[Any, Tensor]:
     seen: dict[Any, Tensor] = {}
 
     class Spy(Masked):
-        def carry_out(self, decision: Any, when: str) -> None:
+        def apply(self, decision: Any, when: str) -> None:
             seen[self.layer, when] = self.rows.clone()
-            super().carry_out(decision, when)
+            super().apply(decision, when)
 
     from adaptivit.forward import forward
 
@@ -100,7 +100,7 @@ def test_static_features_are_timms(kind: str) -> None:
     with torch.no_grad():
         whole = model.vit.forward_features(images)
         assert_close(adaptivit.features(model, images, prefix=True), whole)
-        patches = whole[:, model.shape.prefix :]
+        patches = whole[:, model.shape.num_prefix_tokens :]
         assert_close(adaptivit.features(model, images), patches)
         as_map = adaptivit.features(model, images, as_map=True)
     assert as_map.shape == (3, 24, 4, 4)
@@ -132,7 +132,7 @@ def test_asking_changes_no_answer() -> None:
     for kind in ("class", "average"):
         model, images = tiny("avit", kind, gate_center=1.0), pictures()
         with torch.no_grad():
-            plain, asked = model(images), model(images, ask=("tokens",))
+            plain, asked = model(images), model(images, aux=("tokens",))
             assert_close(plain.logits, asked.logits)
             assert bool((adaptivit.features(model, images).abs().sum(-1) > 0).all())
 

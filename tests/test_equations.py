@@ -28,12 +28,12 @@ NOTHING = Batch()
 
 def aht(**given: Any) -> tuple[Any, Output]:
     model = tiny("aht", **({"beta": -0.7, "gamma": 1.3} | given))
-    return model, model(pictures(), layout="masked", ask=("plan",))
+    return model, model(pictures(), layout="masked", aux=("plan",))
 
 
 def avit(**given: Any) -> tuple[Any, Output]:
     model = tiny("avit", **({"gate_scale": 3.0, "gate_center": 2.0} | given))
-    return model, model(pictures(), layout="masked", ask=("tokens",))
+    return model, model(pictures(), layout="masked", aux=("tokens",))
 
 
 def tokens_of(trace: Trace) -> list[tuple[int, int]]:
@@ -94,7 +94,7 @@ def test_aht_planner() -> None:
     for stage, plan, planned in zip((2, 4, 5), out.trace.fact("plan"), out.trace.fact("planned"), strict=True):
         cut = tiny("aht", beta=-0.7, gamma=1.3, stages=(2, 4, 5))
         cut.vit.blocks = cut.vit.blocks[:stage]  # what the tokens are after s blocks
-        state = cut(pictures(), layout="masked", ask=("tokens",)).tokens
+        state = cut(pictures(), layout="masked", aux=("tokens",)).tokens
         planner = model.policy.planners[str(stage)]
         live = out.trace.attended[stage - 1]
         for b in range(3):

@@ -88,7 +88,7 @@ def test_plan_gap_and_correlation_against_numpy(tmp_path: Path) -> None:
     halts, plans = [], []
     with torch.no_grad():
         for batch in dataset.batches(images, dataset.in_order(len(images), 5)):
-            facts = model(batch.images, ask={"plan"}).trace.facts
+            facts = model(batch.images, aux={"plan"}).trace.facts
             for stage in range(len(facts["plan"])):
                 chosen = facts["planned"][stage]
                 halts += facts["halt"].expand(facts["planned"].shape)[stage][chosen].tolist()

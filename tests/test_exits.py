@@ -122,7 +122,7 @@ def test_early_exits(rule: str, patience: int, kind: str) -> None:
 def test_asked_for_every_exit_speaks(policy: str) -> None:
     """Whatever the threshold, nobody leaves while all exits are wanted; the loss is the mean over blocks and images."""
     model = tiny(policy, **({"gate_center": -100.0} if policy == "pondernet" else {"threshold": 0.01}))
-    out, targets = model(IMAGES, ask=("exits",)), torch.tensor([3, 1, 4, 1, 5, 9])
+    out, targets = model(IMAGES, aux=("exits",)), torch.tensor([3, 1, 4, 1, 5, 9])
     assert (out.trace.depth == L).all()
     loss = 0.0
     for b, image in enumerate(IMAGES):
@@ -173,7 +173,7 @@ def test_pondernet_stops_at_the_median(kind: str) -> None:
 def test_pondernet_losses() -> None:
     """sum_l p_l CE(y_l), and KL(p || p (1 - p)^(l-1), cut off at L and made to sum to 1)."""
     model, targets = tiny("pondernet", prior=0.3, **GATE), torch.tensor([3, 1, 4, 1, 5, 9])
-    out = model(IMAGES, ask=("exits",))
+    out = model(IMAGES, aux=("exits",))
     prior = [0.3 * 0.7**n for n in range(L)]
     task, kl = 0.0, 0.0
     for b, image in enumerate(IMAGES):
@@ -192,7 +192,7 @@ def test_pondernet_losses() -> None:
 def test_pondernet_by_token(sample: int | None, ask: tuple[str, ...]) -> None:
     """Every token's chance sums to 1; it stops where that passes the bar, and the image ends with its class token."""
     model = tiny("pondernet", unit="token", sample=sample, **GATE | {"gate_center": 3.0})
-    out = model(IMAGES, ask=ask)
+    out = model(IMAGES, aux=ask)
     chance, bar = out.trace.fact("chance"), torch.full((17,), 0.5)
     assert_close(chance.sum(0), torch.ones(B, 17))
     if sample is not None:

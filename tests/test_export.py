@@ -19,7 +19,7 @@ from adaptivit.backbones import timm_vit
 from adaptivit.errors import UserError
 from adaptivit.execution import export
 from adaptivit.forward import forward
-from adaptivit.layouts.padded import Cropped
+from adaptivit.layouts.padded import Padded
 
 HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "aht": ("aht", {"beta": -1.0}),
@@ -37,9 +37,9 @@ HALTING: dict[str, tuple[str, dict[str, Any]]] = {
 SMALL: dict[str, Any] = {"depth": 2}
 
 
-def cropped(model: Any, images: Tensor, made: list[Cropped] | None = None) -> Any:
-    def make(x: Tensor, read: int) -> Cropped:
-        layout = Cropped(x, read)
+def cropped(model: Any, images: Tensor, made: list[Padded] | None = None) -> Any:
+    def make(x: Tensor, read: int) -> Padded:
+        layout = Padded(x, read)
         if made is not None:
             made.append(layout)
         return layout
@@ -67,7 +67,7 @@ def test_random_drops_and_merges(seed: int) -> None:
 
 
 def test_no_more_rows_than_the_longest_image_has() -> None:
-    made: list[Cropped] = []
+    made: list[Padded] = []
     with torch.no_grad():
         model = tiny("aht", beta=-2.0)
         out = cropped(model, pictures(5), made)

@@ -276,9 +276,9 @@ def test_a_policy_of_ones_own(tmp_path: Path, monkeypatch: Any) -> None:
             super().__init__(settings, shape)
             self.scale = nn.Parameter(torch.ones(3))
 
-        def after(self, view: Any, state: None) -> adaptivit.Drop | None:
-            leaving = torch.arange(view.present.shape[1]) > 8
-            return adaptivit.Drop(leaving.expand_as(view.present)) if view.layer + 1 == self.settings.layer else None
+        def after(self, ctx: Any, state: None) -> adaptivit.Drop | None:
+            leaving = torch.arange(ctx.present.shape[1]) > 8
+            return adaptivit.Drop(leaving.expand_as(ctx.present)) if ctx.layer + 1 == self.settings.layer else None
 
     monkeypatch.setattr(registry, "_registered", {})
     adaptivit.register_policy("half", Settings)(Half)

@@ -15,15 +15,15 @@ from test_fused import replaying as replayed
 from torch import Tensor
 
 import adaptivit
-from adaptivit.budget.control import Turn
+from adaptivit.budget.control import RunSetting
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
 from adaptivit.execution import cuda_graph, triton
 from adaptivit.execution.norm_fused import Folded
 from adaptivit.kernels import launch
 from adaptivit.kernels.norm_folded import reference_moments
-from adaptivit.layouts import Ending, GatheredOnDevice, PackedOnDevice, Plan
-from adaptivit.layouts.base import Moments, Stream
+from adaptivit.layouts import GatheredOnDevice, HeadRows, PackedOnDevice, RowSchedule
+from adaptivit.layouts.base import KernelRows, RowStats
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
 
@@ -58,7 +58,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-def run(model: AdaptiveViT, images: Tensor, layout: str, folded: Folded | None, plan: Plan | None = None) -> Output:
+def run(
+    model: AdaptiveViT, images: Tensor, layout: str, folded: Folded | None, plan: RowSchedule | None = None
+) -> Output:
     launch.on_cpu = True
     with torch.inference_mode():
         choice = model._choose(layout, images.device)
@@ -66,7 +68,7 @@ def run(model: AdaptiveViT, images: Tensor, layout: str, folded: Folded | None, 
         return model._run(choice, images, plan=plan, folded=folded)
 
 
-def settled(model: AdaptiveViT, layout: str = "packed", plan: Plan | None = None) -> Folded:
+def settled(model: AdaptiveViT, layout: str = "packed", plan: RowSchedule | None = None) -> Folded:
     """As `capture` makes it."""
     folded = Folded(model.vit)
     run(model, images_of(seed=9), layout, folded, plan)
@@ -75,7 +77,7 @@ def settled(model: AdaptiveViT, layout: str = "packed", plan: Plan | None = None
 
 
 def check(
-    model: AdaptiveViT, calls: dict[str, int], layouts: tuple[str, ...] = (), plan: Plan | None = None
+    model: AdaptiveViT, calls: dict[str, int], layouts: tuple[str, ...] = (), plan: RowSchedule | None = None
 ) -> tuple[Output, int]:
     """The pass that finds out what to fold, and those after it, are those of `masked`; and how many norms are folded:
     for each of them rows are measured by the product before it (and once more where they then meet or come back)."""
@@ -140,7 +142,9 @@ def test_backbones(kind: str, calls: dict[str, int]) -> None:
 @pytest.mark.parametrize("moves", [None, frozenset()], ids=["moves", "still"])
 def test_replay(name: str, moves: frozenset[int] | None, calls: dict[str, int]) -> None:
     whole = moves is None and name.startswith("equal")
-    _, norms = check(replayed(TRACES[name]), calls, ("packed", "gathered") if whole else ("packed",), Plan(moves))
+    _, norms = check(
+        replayed(TRACES[name]), calls, ("packed", "gathered") if whole else ("packed",), RowSchedule(moves)
+    )
     assert 0 < norms < NORMS
 
 
@@ -149,18 +153,18 @@ def test_replay(name: str, moves: frozenset[int] | None, calls: dict[str, int]) 
 def test_a_plan_that_moves_less_folds_more(calls: dict[str, int]) -> None:
     """aht lets tokens leave after every block; where their rows stay, so does what is known of them."""
     model = make("aht")
-    found = [check(model, calls, plan=Plan(moves))[1] for moves in (None, frozenset({1}), frozenset())]
+    found = [check(model, calls, plan=RowSchedule(moves))[1] for moves in (None, frozenset({1}), frozenset())]
     assert found == [3, 5, 6]
 
 
 @here
 def test_few_rows_are_not_measured(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """34 rows, of which 20 are expected from the third block on."""
-    rows, moments = torch.zeros(3, 16), Moments(torch.zeros(1, 2, 3), 16)
-    assert [triton.foldable(Stream(rows, None, None, n, moments)) for n in (1024, 1025)] == [False, True]
+    rows, moments = torch.zeros(3, 16), RowStats(torch.zeros(1, 2, 3), 16)
+    assert [triton.foldable(KernelRows(rows, None, None, n, moments)) for n in (1024, 1025)] == [False, True]
     model = make("aht")
     expected = others.run(model, images_of(), "masked", False)
-    plan = Plan(frozenset({1}), (34, 34, 20, 20))
+    plan = RowSchedule(frozenset({1}), (34, 34, 20, 20))
     for few, norms, measured in ((25, 3, 4), (34, 0, 0)):
         monkeypatch.setattr(triton, "FEW_ROWS", few)
         calls.update(dict.fromkeys(calls, 0))
@@ -202,19 +206,19 @@ def test_random_answers(moves: frozenset[int] | None, seed: int) -> None:
     model = replayed(random_trace(order, seed, 2), {"depth": 3})
     expected = others.run(model, images_of(), "masked", False)
     folded = Folded(model.vit)
-    assert_same(run(model, images_of(), "packed", folded, Plan(moves)), expected)
+    assert_same(run(model, images_of(), "packed", folded, RowSchedule(moves)), expected)
     folded.settle()
-    assert_same(run(model, images_of(), "packed", folded, Plan(moves)), expected)
+    assert_same(run(model, images_of(), "packed", folded, RowSchedule(moves)), expected)
 
 
 # -- rows that change are not known any more ---------------------------------------------------------------------------
 def known(kind: type[PackedOnDevice], batch: int = 2, slots: int = 6, width: int = 16) -> PackedOnDevice:
     x = torch.randn(batch, slots, width, device=DEVICE)
     layout = kind(x, 1)
-    assert layout.stream().moments is None
+    assert layout.kernel_rows().moments is None
     rows = layout.rows.clone()
-    layout.put(rows, Moments(torch.zeros(1, 2, len(rows), device=DEVICE), width))
-    assert triton.foldable(layout.stream())
+    layout.put(rows, RowStats(torch.zeros(1, 2, len(rows), device=DEVICE), width))
+    assert triton.foldable(layout.kernel_rows())
     return layout
 
 
@@ -227,23 +231,23 @@ def test_what_is_known_of_rows_is_forgotten_when_they_change(kind: type[PackedOn
     slot = torch.arange(6, device=DEVICE).expand(2, -1)
     layout = known(kind)
     layout.put(layout.rows)
-    assert layout.stream().moments is None
+    assert layout.kernel_rows().moments is None
 
     layout = known(kind)
     layout.merge(Merge(torch.where(slot == 5, 4, slot), torch.ones(2, 6, device=DEVICE)))
-    assert layout.stream().moments is None
+    assert layout.kernel_rows().moments is None
 
     layout = known(kind)
-    layout.sit_out(Skip(slot == 3))
-    assert not triton.foldable(layout.stream())
-    layout.come_back()
-    assert layout.stream().moments is None
+    layout.skip(Skip(slot == 3))
+    assert not triton.foldable(layout.kernel_rows())
+    layout.unskip()
+    assert layout.kernel_rows().moments is None
 
     layout = known(kind)
     layout.drop(Drop(slot == 3))
-    assert not triton.foldable(layout.stream())
+    assert not triton.foldable(layout.kernel_rows())
     layout.put(layout.rows)
-    assert layout.stream().moments is None
+    assert layout.kernel_rows().moments is None
 
     for change in ("merge", "come back"):  # where they are measured on the way, it is of what they have become
         layout = known(kind)
@@ -251,20 +255,20 @@ def test_what_is_known_of_rows_is_forgotten_when_they_change(kind: type[PackedOn
         if change == "merge":
             layout.merge(Merge(torch.where(slot == 5, 4, slot), torch.ones(2, 6, device=DEVICE)))
         else:
-            layout.sit_out(Skip(slot == 3))
+            layout.skip(Skip(slot == 3))
             layout.put(2 * layout.rows)
-            layout.come_back()
-        rows, moments = layout.rows, layout.stream().moments
+            layout.unskip()
+        rows, moments = layout.rows, layout.kernel_rows().moments
         assert moments is not None
         of = reference_moments(rows.double(), moments.width)
         live = len(rows) if kind is GatheredOnDevice else int(layout.offsets[-1])
         assert_near(moments.values[..., :live], of[..., :live])
 
     layout = known(kind)
-    layout.plan = Plan(frozenset())
+    layout.plan = RowSchedule(frozenset())
     layout.drop(Drop(slot == 3))
-    assert triton.foldable(layout.stream())  # the rows stay where they are
-    assert Ending(layout).stream().moments is None
+    assert triton.foldable(layout.kernel_rows())  # the rows stay where they are
+    assert HeadRows(layout).kernel_rows().moments is None
 
 
 # -- captured ---------------------------------------------------------------------------------------------------------
@@ -291,7 +295,7 @@ def test_a_captured_call_sees_changed_weights(calls: dict[str, int]) -> None:
             held.copy_(now)
 
     captured.model, captured.batch, captured._images = model, 2, images.clone()
-    captured._ends, captured._turn, captured._folded = (), Turn(model.policy), folded  # type: ignore[assignment]
+    captured._ends, captured._turn, captured._folded = (), RunSetting(model.policy), folded  # type: ignore[assignment]
     captured._pattern, captured._made, captured._graph = pattern, made, Replay(step)  # type: ignore[assignment]
     captured.asked, captured.plan, captured.compiled = "auto", None, False
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from adaptivit.decision import Trace
 from adaptivit.errors import UserError
 from adaptivit.execution import cuda_graph, row_schedule, triton
 from adaptivit.kernels import launch, ragged_attention
-from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, Plan
+from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, RowSchedule
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
 
@@ -96,14 +96,19 @@ def replaying(trace: Trace, change: dict[str, Any] | None = None) -> AdaptiveViT
 
 
 def run(
-    model: AdaptiveViT, images: Tensor, layout: str, use: bool, ask: tuple[str, ...] = (), plan: Plan | None = None
+    model: AdaptiveViT,
+    images: Tensor,
+    layout: str,
+    use: bool,
+    ask: tuple[str, ...] = (),
+    plan: RowSchedule | None = None,
 ) -> Output:
     """A pass with the fused kernels, or without any."""
     launch.on_cpu = use
     with torch.inference_mode():
         choice = model._choose(layout, images.device)
         assert choice.fused == (use and layout != "masked")
-        return model(images, layout=layout, ask=ask) if plan is None else model._run(choice, images, ask, plan)
+        return model(images, layout=layout, aux=ask) if plan is None else model._run(choice, images, ask, plan)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +141,7 @@ def check(
     images: Tensor,
     which: tuple[str, ...] = (),
     ask: tuple[str, ...] = (),
-    plan: Plan | None = None,
+    plan: RowSchedule | None = None,
 ) -> Output:
     """The fused kernels on these layouts (default: those that the policy can run on) and timm's modules are one."""
     expected = run(model, images, "masked", False, ask)
@@ -177,7 +182,7 @@ def test_backbones(kind: str) -> None:
         with torch.inference_mode():
             assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
     else:
-        check(model, images_of(), ask=("tokens",) if kind == "average" else ())
+        check(model, images_of(), aux=("tokens",) if kind == "average" else ())
 
 
 @here
@@ -223,7 +228,7 @@ def test_every_kind_of_answer_is_replayed() -> None:
 def test_replay(name: str, moves: frozenset[int] | None) -> None:
     whole = moves is None and name.startswith("equal")
     which = ("packed", "gathered") if whole else ("packed",)
-    check(replaying(TRACES[name]), images_of(), which, ("tokens",), Plan(moves))
+    check(replaying(TRACES[name]), images_of(), which, ("tokens",), RowSchedule(moves))
 
 
 @here
@@ -244,7 +249,7 @@ def _emptied(trace: Trace) -> bool:
 def test_when_rows_move_changes_nothing(case: str) -> None:
     model = make(case)
     expected = run(model, images_of(), "masked", False)
-    for plan in (Plan(frozenset()), Plan(frozenset({1}), (34, 30, 20)), Plan(None, (5000,) * 4)):
+    for plan in (RowSchedule(frozenset()), RowSchedule(frozenset({1}), (34, 30, 20)), RowSchedule(None, (5000,) * 4)):
         assert_same(run(model, images_of(), "packed", True, plan=plan), expected)
 
 
@@ -258,7 +263,7 @@ def test_an_answer_is_the_callers_own(case: str) -> None:
     first = run(model, images, layout, True)
     attended, logits = first.trace.attended.clone(), first.logits.clone()
     with torch.inference_mode():
-        answers = [first.trace.attended, first.trace.updated, *(s.present for s in first.spent)]
+        answers = [first.trace.attended, first.trace.updated, *(s.present for s in first.added_macs)]
         for t in (*answers, *first.trace.facts.values()):
             for part in t if t.ndim else [t]:  # some are expanded
                 part.zero_()
@@ -269,9 +274,9 @@ def test_an_answer_is_the_callers_own(case: str) -> None:
 
 @here
 def test_one_image_and_facts_on_request() -> None:
-    check(make("aht"), images_of(batch=1), ask=("plan", "tokens"))
+    check(make("aht"), images_of(batch=1), aux=("plan", "tokens"))
     model = make("aht")
-    found, expected = (run(model, images_of(), *how, ask=("plan",)) for how in (("packed", True), ("masked", False)))
+    found, expected = (run(model, images_of(), *how, aux=("plan",)) for how in (("packed", True), ("masked", False)))
     assert set(found.trace.facts) == set(expected.trace.facts)
     assert_near(found.trace.facts["scores"], expected.trace.facts["scores"])
 
@@ -280,8 +285,8 @@ def test_one_image_and_facts_on_request() -> None:
 def test_raw_scores_of_avit() -> None:
     """They need the evidence `ghost`: a zeroed row through the block."""
     model = make("avit")
-    found = run(model, images_of(), "packed", True, ask=("raw_scores",))
-    expected = run(model, images_of(), "masked", False, ask=("raw_scores",))
+    found = run(model, images_of(), "packed", True, aux=("raw_scores",))
+    expected = run(model, images_of(), "masked", False, aux=("raw_scores",))
     assert_same(found, expected)
     assert_near(found.trace.facts["raw_scores"], expected.trace.facts["raw_scores"])
 
@@ -422,10 +427,10 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
         choice = model._choose("auto", images_of().device)
         assert choice.fused
 
-        first, _ = cuda_graph._masks(model._run(choice, images_of(), plan=Plan(moves)))
+        first, _ = cuda_graph._masks(model._run(choice, images_of(), plan=RowSchedule(moves)))
 
         def step(images: Tensor) -> list[Tensor]:
-            return cuda_graph._tensors(model._run(choice, images, plan=Plan(moves)), first)
+            return cuda_graph._tensors(model._run(choice, images, plan=RowSchedule(moves)), first)
 
         compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
         compiled(images_of())

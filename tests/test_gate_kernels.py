@@ -14,11 +14,11 @@ from test_kernels import TOLERANCE, assert_near, double, dtypes, noise
 from torch._subclasses import FakeTensorMode
 
 import adaptivit
-from adaptivit.budget.control import Turn
+from adaptivit.budget.control import RunSetting
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.execution import triton
 from adaptivit.kernels import halting_gate, launch, norm_linear, pack_index
-from adaptivit.layouts import PackedOnDevice, Plan
+from adaptivit.layouts import PackedOnDevice, RowSchedule
 from adaptivit.policies.aht import AHT
 
 pytestmark = test_kernels.pytestmark
@@ -143,9 +143,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two supervisors": {"supervised": (0, 2)},
 }
 PLANS = {
-    "never": Plan(frozenset(), (34,) * 4),
-    "once": Plan(frozenset({1}), (34, 34, 20, 20)),
-    "always": Plan(None, (34, 30, 25, 20)),
+    "never": RowSchedule(frozenset(), (34,) * 4),
+    "once": RowSchedule(frozenset({1}), (34, 34, 20, 20)),
+    "always": RowSchedule(None, (34, 30, 25, 20)),
 }
 
 
@@ -188,7 +188,7 @@ def test_few_rows_then_many(gated: list[int], monkeypatch: pytest.MonkeyPatch) -
     """What a gate has said of rows holds until somebody else decides."""
     monkeypatch.setattr(triton, "FEW_ROWS", 25)
     model, images = model_of({}), images_of()
-    plan = Plan(frozenset(), (20, 34, 34, 34))
+    plan = RowSchedule(frozenset(), (20, 34, 34, 34))
     assert_same(run(model, images, "packed", True, plan=plan), run(model, images, "masked", False))
     assert len(gated) == 1
 
@@ -217,7 +217,7 @@ def test_a_score_of_ones_own_is_heeded(gated: list[int]) -> None:
 @here
 def test_budgets_shift_it(gated: list[int]) -> None:
     model, images = model_of({}), images_of()
-    turn = Turn(model.policy, shift=torch.tensor([1.5, -2.0], device=DEVICE))
+    turn = RunSetting(model.policy, shift=torch.tensor([1.5, -2.0], device=DEVICE))
     outputs = []
     for layout, use in (("masked", False), ("packed", True)):
         launch.on_cpu = use
@@ -269,7 +269,7 @@ def test_many_rows_are_decided_apart(gated: list[int], monkeypatch: pytest.Monke
 # -- what layouts and operations remember ----------------------------------------------------------------------------
 def a_layout() -> PackedOnDevice:
     layout = PackedOnDevice(noise(2, 9, 16), 1)
-    layout.prefix_stays = True
+    layout.keeps_prefix = True
     return layout
 
 
@@ -278,11 +278,11 @@ def test_what_was_said_of_rows_ends_with_their_block() -> None:
     """Rows of some tokens are not those of all."""
     layout = a_layout()
     sitting = torch.arange(9, device=DEVICE).expand(2, -1) > 4
-    layout.sit_out(Skip(sitting))
+    layout.skip(Skip(sitting))
     live = layout.live
     layout.know(live, torch.zeros(18, dtype=torch.bool, device=DEVICE))
-    layout.come_back()
-    layout.drop(Drop(torch.zeros_like(live), stays=live))
+    layout.unskip()
+    layout.drop(Drop(torch.zeros_like(live), staying=live))
     weight = layout._row_weight()
     assert weight is None or (isinstance(weight, torch.Tensor) and bool(weight.all()))
 
@@ -299,7 +299,7 @@ def test_a_count_that_is_older_than_a_drop_is_not_believed() -> None:
         left = (before & (into == slot)).sum(-1).int()
         of_whom = before if older else layout.live
         left = left if older else (layout.live & (into == slot)).sum(-1).int()
-        layout.merge(Merge(into, torch.ones(2, 9, device=DEVICE), left=(of_whom, left)))
+        layout.merge(Merge(into, torch.ones(2, 9, device=DEVICE), left_counts=(of_whom, left)))
         assert layout.offsets.tolist() == [0, 7, 15]
         assert layout.cells[:15].tolist() == [0, 1, 2, 3, 4, 6, 7, *range(9, 17)]
 

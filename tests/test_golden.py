@@ -31,7 +31,7 @@ def test_avit_is_the_public_code(layout: str) -> None:
     assert data["cases"]
     for case in data["cases"].values():
         model = avit(data, case)
-        out = model(data["input"], layout=layout, ask=("raw_scores",))
+        out = model(data["input"], layout=layout, aux=("raw_scores",))
         assert_close(out.logits, case["logits"], 1e-5)
         assert torch.equal(out.trace.depth, case["counter_token"].to(torch.long))
         assert torch.equal(out.trace.fact("halt"), out.trace.depth)
@@ -53,7 +53,7 @@ def test_prior_in_its_reference_form(layout: str) -> None:
     """The public code's mean leaves the first image out; ours on the others is the same number."""
     data, prior = golden(), DistributionPrior("reference")
     for case in data["cases"].values():
-        out = avit(data, case)(data["input"][1:], layout=layout, ask=prior.needs)
+        out = avit(data, case)(data["input"][1:], layout=layout, aux=prior.needs)
         loss = prior(out, Batch())
         assert_close(loss, case["distr_loss"].to(loss), 1e-5)
         assert_close(prior.reference_target(12).float(), case["distr_target"].float(), 1e-5)

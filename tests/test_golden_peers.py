@@ -46,7 +46,7 @@ def test_tome_is_the_public_code(layout: str) -> None:
         holder = torch.arange(out.trace.updated.shape[2]).repeat(len(data["input"]), 1)
         for step in out.trace.steps:
             if isinstance(step.decision, adaptivit.Merge):
-                holder = step.decision.into.gather(1, holder)
+                holder = step.decision.target.gather(1, holder)
         for b, source in enumerate(case["source"]):
             ours = {frozenset((holder[b] == j).nonzero()[:, 0].tolist()) for j in holder[b].unique()}
             assert ours == {frozenset(row.nonzero()[:, 0].tolist()) for row in source}

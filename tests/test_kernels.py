@@ -374,7 +374,7 @@ def test_images_do_not_see_each_other(weights: str, look: str) -> None:
 def test_weights_as_the_kernels_read_them() -> None:
     there, sizes, anything = torch.tensor([True, False]), torch.tensor([1.0, 0.0, 8.0]), noise(3)
     assert launch.log2_weight(None) is None
-    assert launch.log2_weight(there) is there  # torch.compile knows no other view of it
+    assert launch.log2_weight(there) is there  # torch.compile knows no other ctx of it
     assert torch.equal(launch.log2_weight(sizes), torch.tensor([0.0, -float("inf"), 3.0]))  # type: ignore[arg-type]
     assert [launch.weight_kind(w) for w in (None, there, sizes)] == [0, 1, 2]
     assert launch.as_pointer(None, anything) is anything

@@ -12,7 +12,7 @@ from torch import Tensor
 from adaptivit.backbones.timm_vit import added
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
-from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice, Plan
+from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice, RowSchedule
 
 B, N, D, H = 4, 7, 6, 2
 
@@ -21,7 +21,7 @@ class Still(PackedOnDevice):
     """Moves no row because a token has left."""
 
     def __init__(self, x: Tensor, read: int) -> None:
-        super().__init__(x, read, Plan(moves=frozenset()))
+        super().__init__(x, read, RowSchedule(moves=frozenset()))
 
 
 EQUAL = (Gathered, GatheredOnDevice)  # as many rows of every image
@@ -53,24 +53,24 @@ def to_rows(layout: Layout, grid: Tensor) -> Tensor:
 
 def add(layout: Layout, delta: Tensor) -> None:
     """What a block adds, [B, N, D]."""
-    layout.put(added(layout.rows, to_rows(layout, delta), None, layout.partakers()))
+    layout.put(added(layout.rows, to_rows(layout, delta), None, layout.active_rows()))
 
 
 @every
 def test_drop_freezes_and_hides(make: type[Layout]) -> None:
     x, leaving = noise(B, N, D), some(make, 1)
     layout = make(x, N)
-    layout.carry_out(Drop(leaving), "after")
+    layout.apply(Drop(leaving), "after")
     delta = noise(B, N, D, seed=2)
     add(layout, delta)
     for b in range(B):
         for i in range(N):
-            assert torch.equal(layout.leading()[b, i], x[b, i] if leaving[b, i] else x[b, i] + delta[b, i])
-    assert torch.equal(layout.here, ~leaving)
-    layout.carry_out(Drop(torch.ones_like(leaving), zeroed=True), "after")
+            assert torch.equal(layout.head_rows()[b, i], x[b, i] if leaving[b, i] else x[b, i] + delta[b, i])
+    assert torch.equal(layout.active, ~leaving)
+    layout.apply(Drop(torch.ones_like(leaving), zero_on_exit=True), "after")
     for b in range(B):
         for i in range(N):  # zeroed is for those that leave now; who left before keeps its value
-            assert torch.equal(layout.leading()[b, i], x[b, i] if leaving[b, i] else torch.zeros(D))
+            assert torch.equal(layout.head_rows()[b, i], x[b, i] if leaving[b, i] else torch.zeros(D))
 
 
 @every
@@ -80,24 +80,24 @@ def test_sit_out_and_come_back(make: type[Layout], gated: bool) -> None:
     sitting = some(make, 2, live=~left)
     gate = noise(B, N, seed=3) if gated else None
     layout = make(x, N)
-    layout.carry_out(Drop(left), "after")
-    layout.carry_out(Skip(sitting, gate), "before")
-    assert torch.equal(layout.here, ~left & ~sitting)
+    layout.apply(Drop(left), "after")
+    layout.apply(Skip(sitting, gate), "before")
+    assert torch.equal(layout.active, ~left & ~sitting)
     deltas = noise(2, B, N, D, seed=4)
     for delta in deltas:
         add(layout, delta)
-    layout.come_back()
+    layout.unskip()
     for b in range(B):
         for i in range(N):
             g = 1.0 if gate is None else gate[b, i]
             moves = not left[b, i] and not sitting[b, i]
-            assert_close(layout.leading()[b, i], x[b, i] + g * deltas[:, b, i].sum(0) if moves else x[b, i])
-    assert torch.equal(layout.here, ~left)
+            assert_close(layout.head_rows()[b, i], x[b, i] + g * deltas[:, b, i].sum(0) if moves else x[b, i])
+    assert torch.equal(layout.active, ~left)
     with pytest.raises(ValueError, match="only before"):
-        layout.carry_out(Skip(sitting), "after")
-    layout.carry_out(Skip(sitting), "before")
+        layout.apply(Skip(sitting), "after")
+    layout.apply(Skip(sitting), "before")
     with pytest.raises(ValueError, match="sit out"):
-        layout.carry_out(Drop(left), "between")
+        layout.apply(Drop(left), "between")
 
 
 @every
@@ -106,8 +106,8 @@ def test_value_of_who_sits_out(make: type[Layout]) -> None:
     x = noise(B, N, D)
     for read in (1, 2, N):
         layout = make(x, read)
-        layout.carry_out(Skip(some(make, 2)), "before")
-        assert_close(layout.leading(), x[:, :read])
+        layout.apply(Skip(some(make, 2)), "before")
+        assert_close(layout.head_rows(), x[:, :read])
 
 
 @every
@@ -115,17 +115,17 @@ def test_value_of_who_sits_out(make: type[Layout]) -> None:
 def test_merge_is_a_scaled_sum(make: type[Layout], kind: str) -> None:
     x, left = noise(B, N, D), some(make, 1, 0.2)
     layout = make(x, N)
-    layout.carry_out(Drop(left), "after")
+    layout.apply(Drop(left), "after")
     decision = merging(5, ~left, equal=make in EQUAL, nowhere=kind == "nowhere", sized=kind != "unsized")
-    layout.carry_out(decision, "between")
-    into, scale = decision.into, decision.scale
+    layout.apply(decision, "between")
+    into, scale = decision.target, decision.source_weight
     assert kind != "nowhere" or (into < 0).any()
     for b in range(B):
         for j in range(N):
             stays = not left[b, j] and int(into[b, j]) == j
             met = [scale[b, i] * x[b, i] for i in range(N) if into[b, i] == j and not left[b, i]]
-            assert_close(layout.leading()[b, j], torch.stack(met).sum(0) if stays else x[b, j])
-            assert bool(layout.live[b, j]) == bool(layout.here[b, j]) == stays
+            assert_close(layout.head_rows()[b, j], torch.stack(met).sum(0) if stays else x[b, j])
+            assert bool(layout.alive[b, j]) == bool(layout.active[b, j]) == stays
             if layout.size is not None and decision.size is not None and stays:
                 assert float(layout.size[b, j]) == float(decision.size[b, j])
     assert (layout.size is None) == (kind == "unsized")
@@ -137,27 +137,27 @@ def settled(make: type[Layout], case: str) -> tuple[Layout, Tensor]:
     weight = torch.ones(B, N)
     equal = make in EQUAL
     if case in ("dropped", "merged", "dropped and skipped"):
-        layout.carry_out(Drop(some(make, 1, 0.2)), "after")
+        layout.apply(Drop(some(make, 1, 0.2)), "after")
         weight = weight * ~some(make, 1, 0.2)
     if case == "straight-through":
         weight = weight * ~some(make, 1, 0.3)
-        layout.carry_out(Drop(some(make, 1, 0.3), weight=weight), "after")
+        layout.apply(Drop(some(make, 1, 0.3), key_weight=weight), "after")
     if case == "merged":
         decision = merging(5, weight > 0, equal=equal)
-        layout.carry_out(decision, "between")
-        weight = decision.size * weight * (decision.into == torch.arange(N))
+        layout.apply(decision, "between")
+        weight = decision.size * weight * (decision.target == torch.arange(N))
         gone = some(make, 8, 0.2, weight > 0)
-        layout.carry_out(Drop(gone), "after")  # a size leaves with its token
+        layout.apply(Drop(gone), "after")  # a size leaves with its token
         weight = weight * ~gone
         again = merging(6, weight > 0, equal=equal, nowhere=True, sized=False)
-        layout.carry_out(again, "between")  # sizes stay as they were
-        weight = weight * (again.into == torch.arange(N))
+        layout.apply(again, "between")  # sizes stay as they were
+        weight = weight * (again.target == torch.arange(N))
     if case in ("skipped", "dropped and skipped"):
         sitting = some(make, 3, live=weight > 0)
-        layout.carry_out(Skip(sitting), "before")
+        layout.apply(Skip(sitting), "before")
         weight = weight * ~sitting
     if case == "empty":
-        layout.carry_out(Drop(torch.ones(B, N, dtype=torch.bool)), "after")
+        layout.apply(Drop(torch.ones(B, N, dtype=torch.bool)), "after")
         weight = weight * 0
     return layout, weight
 
@@ -180,7 +180,7 @@ def literal_attention(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
 def test_attend(make: type[Layout], case: str) -> None:
     layout, weight = settled(make, case)
     q, k, v = (noise(B, N, H, 3, seed=s) for s in (6, 7, 8))
-    out = layout.grid(layout.attend(*(to_rows(layout, t) for t in (q, k, v))))
+    out = layout.to_grid(layout.attend(*(to_rows(layout, t) for t in (q, k, v))))
     for b in range(B):
         for i in range(N):
             if weight[b, i] == 0:
@@ -218,8 +218,8 @@ def test_evidence(make: type[Layout], case: str) -> None:
         "class": layout.attention_rows(rows[0], rows[1], "class"),
         "mean": layout.mean(to_rows(layout, per_token)),
         "weighted": layout.mean(to_rows(layout, per_token), chosen),
-        "grid": layout.grid(to_rows(layout, per_token)),
-        "expand": layout.grid(layout.expand(per_image)),
+        "grid": layout.to_grid(to_rows(layout, per_token)),
+        "expand": layout.to_grid(layout.expand(per_image)),
     }
     for b in range(B):
         here = [i for i in range(N) if weight[b, i] > 0]
@@ -263,23 +263,23 @@ def test_nearest(make: type[Layout], case: str) -> None:
 def test_remaining_are_the_live_tokens_in_order(make: type[Layout]) -> None:
     x, left = noise(B, N, D), some(Gathered, 1, 0.5)
     layout = make(x, N)
-    layout.carry_out(Drop(left), "after")
-    assert torch.equal(layout.remaining(), torch.stack([x[b, ~left[b]] for b in range(B)]))
+    layout.apply(Drop(left), "after")
+    assert torch.equal(layout.alive_rows(), torch.stack([x[b, ~left[b]] for b in range(B)]))
 
 
 @every
 def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
     x, left = noise(B, N, D), some(make, 1)
     merge = merging(5, ~left, equal=make in EQUAL)
-    last = some(make, 4, live=~left & (merge.into == torch.arange(N)))
+    last = some(make, 4, live=~left & (merge.target == torch.arange(N)))
     for read in (1, 2, N):
         layout, other = make(x, read), make(x, N)
         for one in (layout, other):
-            one.carry_out(Drop(left), "after")
+            one.apply(Drop(left), "after")
             add(one, noise(B, N, D, seed=2))
-            one.carry_out(merge, "between")
-            one.carry_out(Drop(last, zeroed=True), "after")
-        assert torch.equal(layout.leading(), other.leading()[:, :read])
+            one.apply(merge, "between")
+            one.apply(Drop(last, zero_on_exit=True), "after")
+        assert torch.equal(layout.head_rows(), other.head_rows()[:, :read])
 
 
 @pytest.mark.parametrize("said", ["drop", "skip", "merge"])
@@ -290,9 +290,9 @@ def test_other_counts_are_refused_by_gathered(layout: type[Layout], said: str) -
     into = torch.where(uneven, -1, torch.arange(N))
     make = {"drop": Drop, "skip": Skip, "merge": lambda gone, **more: Merge(into, torch.ones(B, N), **more)}[said]
     with pytest.raises(UserError, match=r"got 4 to 6.*'packed' or 'masked'"):
-        layout(noise(B, N, D), 1).carry_out(make(uneven), "before")
+        layout(noise(B, N, D), 1).apply(make(uneven), "before")
     if said != "merge":
         even = torch.zeros_like(uneven)
         even[:, 2] = True
         with pytest.raises(UserError, match=r"\(5\), got 6 to 6"):  # a promise that is not kept
-            layout(noise(B, N, D), 1).carry_out(make(even, count=5), "before")
+            layout(noise(B, N, D), 1).apply(make(even, tokens_left=5), "before")

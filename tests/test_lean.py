@@ -106,10 +106,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
 def check(model: AdaptiveViT, images: Tensor, ran: Callable[[], set[str]], ask: tuple[str, ...] = ()) -> Output:
     """In place on every compact layout, as timm's modules on `masked`."""
     with torch.inference_mode():
-        expected: Output = model(images, layout="masked", ask=ask)
+        expected: Output = model(images, layout="masked", aux=ask)
         assert ran() == {"backbones.timm_vit"}
         for layout in compact(model):
-            found = model(images, layout=layout, ask=ask)
+            found = model(images, layout=layout, aux=ask)
             assert ran() == {"cpu"}
             assert found.layout == layout
             assert_same_run(found, expected)
@@ -146,7 +146,7 @@ def test_backbones(
     check(model, images_of(model), ran, ("tokens",))
 
 
-@pytest.mark.parametrize("form", ["channels last", "a view"])
+@pytest.mark.parametrize("form", ["channels last", "a ctx"])
 def test_images_in_another_order(form: str, ran: Callable[[], set[str]]) -> None:
     model = make("aht")
     images = images_of(model)
@@ -174,7 +174,7 @@ def tensors(output: Output) -> list[Tensor]:
     """Everything that an answer holds."""
     trace = output.trace
     found = [output.logits, output.features, trace.attended, trace.updated, *trace.facts.values()]
-    found += [s.present for s in output.spent]
+    found += [s.present for s in output.added_macs]
     found += [t for t in (output.tokens, output.patches) if t is not None]
     return found + [t for step in trace.steps for t in vars(step.decision).values() if isinstance(t, Tensor)]
 
@@ -189,11 +189,11 @@ def test_nothing_else_is_modified(case: str, kind: str) -> None:
     before = [t.clone() for t in given]
     with torch.inference_mode():
         for layout in compact(model):
-            output = model(first, layout=layout, ask=ask)
+            output = model(first, layout=layout, aux=ask)
             kept = [t.clone() for t in tensors(output)]
-            other = model(second, layout=layout, ask=ask)
+            other = model(second, layout=layout, aux=ask)
             assert not torch.equal(other.logits, output.logits)
-            again = model(first, layout=layout, ask=ask)
+            again = model(first, layout=layout, aux=ask)
             for now, then, repeated in zip(tensors(output), kept, tensors(again), strict=True):
                 assert torch.equal(now, then)
                 assert torch.equal(repeated, then)
@@ -293,7 +293,7 @@ def test_replays_in_either_order(name: str, few: int, seed: int, monkeypatch: py
     model = AdaptiveViT(make("static").vit, "replay", {"trace": random_trace(TRACES[name], seed, 5)}).eval()
     images = pictures(5)
     with torch.inference_mode():
-        found, expected = (model(images, layout=layout, ask=("tokens",)) for layout in ("packed", "masked"))
+        found, expected = (model(images, layout=layout, aux=("tokens",)) for layout in ("packed", "masked"))
     assert len(set(expected.trace.live[-1].tolist())) > 1 or name == "skip"
     assert_same_run(found, expected)
     assert_close(found.tokens, expected.tokens)

@@ -54,7 +54,7 @@ def test_aht(beta: float) -> None:
         assert (out.trace.depth[:, 1:] == 1).all()
         first = out.trace.steps[0].decision
         assert isinstance(first, Merge)
-        assert (first.into[:, 1:] == -1).all()
+        assert (first.target[:, 1:] == -1).all()
 
 
 @torch.no_grad()
@@ -125,9 +125,9 @@ def test_sizes_are_conserved_by_who_finds_somebody(policy: str, given: dict[str,
     size, live = torch.ones(3, 17), torch.ones(3, 17, dtype=torch.bool)
     for step in steps:
         assert step.size is not None
-        lost = (size * (live & (step.into < 0))).sum(-1)
+        lost = (size * (live & (step.target < 0))).sum(-1)
         before = (size * live).sum(-1)
-        live = live & (step.into == torch.arange(17))
+        live = live & (step.target == torch.arange(17))
         size = step.size
         assert_close((size * live).sum(-1), before - lost)
         assert (size[live] >= 1).all()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adaptivit.errors import UserError
 from adaptivit.kernels import attention_scores, launch, merge, merge_assign, nearest_token, scores_and_keys, topk
-from adaptivit.kernels.merge_score import Worth
+from adaptivit.kernels.merge_score import MergeScore
 from adaptivit.layouts import triton as device
 from adaptivit.layouts.similarity import Cosines, SimilarityOnDevice
 
@@ -49,7 +49,7 @@ def check(
 ) -> None:
     size, say = numbers(*leaving.shape).mul(9).round(), numbers(*leaving.shape)
     given = None if score is not None else leaving
-    into, scale, after, left = alike(rows).folding(
+    into, scale, after, left = alike(rows).assign(
         patches, size, say if says else None, leaving=given, score=score, count=count
     )
     assert (left is None) == (not merge_assign.usable(torch.device(DEVICE)))
@@ -147,15 +147,15 @@ def test_by_worth(likeness: bool, power: float, value: float) -> None:
     patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
     seen, size = numbers(4, 70), numbers(4, 70).mul(9).round()
     alike_ = 2 * torch.rand(4, 70, generator=random()).to(DEVICE) - 1 if likeness else None
-    given = Worth(seen, alike_, power, value)
+    given = MergeScore(seen, alike_, power, value)
     score, say = given.numbers(size)
     for count in (0, 20, 69):
-        found = alike(rows).folding(patches, size, score=given, count=count)
-        expected = alike(rows).folding(patches, size, say, score=score, count=count)
+        found = alike(rows).assign(patches, size, score=given, count=count)
+        expected = alike(rows).assign(patches, size, say, score=score, count=count)
         assert torch.equal(found[0], expected[0])
-        assert found.left is not None
-        assert expected.left is not None
-        assert torch.equal(found.left[1], expected.left[1])
+        assert found.left_counts is not None
+        assert expected.left_counts is not None
+        assert torch.equal(found.left_counts[1], expected.left_counts[1])
         for one, two in zip(found[1:3], expected[1:3], strict=True):
             assert one.isfinite().all()
             assert (one - two).abs().max() <= 1e-6 * two.abs().max()
@@ -168,11 +168,11 @@ def test_nan_is_joined_by_nobody() -> None:
     rows.k[7] = float("nan")
     leaving = torch.zeros_like(rows.here)
     leaving[0, [3, 20]] = True
-    into, _, _ = alike(rows).meet(rows.here, numbers(1, 40), leaving=leaving)
+    into, *_ = alike(rows).assign(rows.here, numbers(1, 40), leaving=leaving)
     assert (into[leaving] >= 0).all()
     assert (into[leaving] != 7).all()
     leaving[0, 7] = True
-    assert int(alike(rows).joins(leaving, rows.here)[0, 7]) == -1
+    assert int(alike(rows).targets(leaving, rows.here)[0, 7]) == -1
 
 
 @here
@@ -183,7 +183,7 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
     size, say, score = numbers(4, 40), numbers(4, 40).requires_grad_(), numbers(4, 40)
     patches = rows.here & (torch.arange(40, device=DEVICE) > 0)
     for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
-        into, scale, _, left = alike(rows).folding(patches, size, say, leaving=leaving, score=ranked, count=10)
+        into, scale, _, left = alike(rows).assign(patches, size, say, leaving=leaving, score=ranked, count=10)
         assert left is None
         gone = topk.reference(score, patches, 10, rest=True) if leaving is None else leaving
         check_into(rows, gone, patches, into)
@@ -235,11 +235,11 @@ def test_nonsense_is_said() -> None:
     there = torch.ones(1, 3, dtype=torch.bool)
     similarity, size = Cosines([(torch.ones(1, 3, 4), torch.arange(3)[None])], there), torch.ones(1, 3)
     with pytest.raises(UserError, match="leaving, or score and count; got neither"):
-        similarity.meet(there, size)
+        similarity.assign(there, size)
     with pytest.raises(UserError, match="got both"):
-        similarity.meet(there, size, leaving=there, score=size)
+        similarity.assign(there, size, leaving=there, score=size)
     with pytest.raises(UserError, match="a Worth has a say of its own"):
-        similarity.meet(there, size, size, score=Worth(size, None, 0.5, 0.5))
+        similarity.assign(there, size, size, score=MergeScore(size, None, 0.5, 0.5))
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from test_fused import CONFIG, images_of, make
 from torch import Tensor
 
 from adaptivit.execution import cuda_graph, triton
-from adaptivit.layouts import Plan
+from adaptivit.layouts import RowSchedule
 
 pytestmark = test_folded.pytestmark
 _restored = test_folded._restored
@@ -40,7 +40,7 @@ def test_qkv_and_hidden_layer_take_blocks_of_one_size(few: int, ratio: float, mo
     for name in ("linear", "normed", "norm_linear", "norm_linear_gated"):
         monkeypatch.setattr(triton, name, noting(name))
     monkeypatch.setattr(triton, "FEW_ROWS", few)
-    model, plan = make("aht", {"mlp_ratio": ratio}), Plan(frozenset({1}), (34, 34, 20, 20))
+    model, plan = make("aht", {"mlp_ratio": ratio}), RowSchedule(frozenset({1}), (34, 34, 20, 20))
     test_folded.run(model, images_of(), "packed", test_folded.settled(model, plan=plan), plan)
     widths = {96, int(32 * ratio)}
     many, one = {"linear", "normed"}, {"norm_linear", "norm_linear_gated"}

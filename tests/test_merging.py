@@ -55,7 +55,7 @@ def groups(trace: Any, b: int) -> set[tuple[int, ...]]:
     """The first tokens that each token left holds, from the decisions of the trace."""
     holder = list(range(trace.attended.shape[2]))
     for step in trace.steps:
-        holder = [int(step.decision.into[b, j]) for j in holder]
+        holder = [int(step.decision.target[b, j]) for j in holder]
     return {tuple(i for i, h in enumerate(holder) if h == j) for j in holder}
 
 
@@ -77,12 +77,12 @@ def test_tome(kind: str, r: Any, per_block: list[int]) -> None:
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
         for b, image in enumerate(pictures()):
-            logits, tokens, counts = tome(model.vit, image, per_block, model.shape.prefix)
+            logits, tokens, counts = tome(model.vit, image, per_block, model.shape.num_prefix_tokens)
             assert out.trace.live_mlp[:, b].tolist() == counts
             assert groups(out.trace, b) == {tuple(sorted(held)) for _, held in tokens}
             assert_close(out.logits[b], logits)
             assert sum(size for size, _ in tokens) == model.shape.tokens
-            for slot in range(model.shape.prefix):  # class and distillation token stay by themselves
+            for slot in range(model.shape.num_prefix_tokens):  # class and distillation token stay by themselves
                 assert (slot,) in groups(out.trace, b)
 
 
@@ -127,7 +127,7 @@ def folding(
     model: Any, image: Tensor, left: list[int], column: bool, power: float, value: float
 ) -> tuple[Tensor, list[int]]:
     """The rule as a loop: logits and tokens after each block, with left[l] patches after block l."""
-    vit, prefix, x = model.vit, model.shape.prefix, embedded(model.vit, image)
+    vit, prefix, x = model.vit, model.shape.num_prefix_tokens, embedded(model.vit, image)
     size, counts = [1.0] * len(x), []
     for layer, block in enumerate(vit.blocks):
         x, a, keys = attention(block, x, torch.tensor(size))

@@ -85,7 +85,7 @@ def test_layouts_agree(name: str, kind: str) -> None:
         return
     model = make(name, kind)
     ask = ("plan", "raw_scores", "tokens")
-    a, b = (model(pictures(5), layout=layout, ask=ask) for layout in LAYOUTS)
+    a, b = (model(pictures(5), layout=layout, aux=ask) for layout in LAYOUTS)
     assert_same_run(a, b, 2e-5)
     assert torch.equal(a.trace.depth, b.trace.depth)
     assert torch.equal(a.trace.live, b.trace.live)
@@ -124,7 +124,7 @@ def test_replay_of_a_training_pass(name: str, kind: str, tmp_path: Path) -> None
     loaded = adaptivit.load_trace(tmp_path / "trace.safetensors")
     assert torch.equal(loaded.attended, recorded.trace.attended)
     assert torch.equal(loaded.updated, recorded.trace.updated)
-    assert loaded.prefix == recorded.trace.prefix
+    assert loaded.num_prefix_tokens == recorded.trace.num_prefix_tokens
     for one, other in zip(recorded.trace.steps, loaded.steps, strict=True):
         assert (one.layer, one.when, type(one.decision)) == (other.layer, other.when, type(other.decision))
         for field in dataclasses.fields(one.decision):
@@ -190,7 +190,7 @@ def test_everything_halting_in_layer_one_is_finite(name: str, kind: str, batch: 
     known = Batch(torch.arange(batch), torch.randn(batch, 10, generator=torch.Generator().manual_seed(0)))
     for layout in LAYOUTS:
         model.zero_grad()
-        out = model(pictures(batch), layout=layout, ask=objective.needs)
+        out = model(pictures(batch), layout=layout, aux=objective.needs)
         assert (out.trace.depth[out.trace.fact("halts")] == 1).all()
         losses = objective(out, known)
         losses.check_finite(0)

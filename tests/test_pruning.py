@@ -94,7 +94,7 @@ def test_dynamicvit_training(seed: int) -> None:
     """With the same Gumbel noise: the decisions, the logits and the two losses of the public code."""
     model = wild("dynamicvit").train()
     torch.manual_seed(seed)
-    out = model(pictures(), ask=("patches",))
+    out = model(pictures(), aux=("patches",))
     noise, teacher = gumbels(seed, 3), torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(9))
     ratio, squared, count = 0.0, 0.0, 0
     for b, image in enumerate(pictures()):
@@ -155,7 +155,7 @@ def test_nothing_is_kept(leave: str) -> None:
     with torch.no_grad():
         for predictor in model.policy.score_predictor:
             predictor.out_conv[-1].bias.copy_(torch.tensor([-40.0, 40.0]))
-    out = model(pictures(), ask=("patches",))
+    out = model(pictures(), aux=("patches",))
     assert not out.trace.fact("kept_last").any()
     teacher = torch.randn(3, 16, 24)
     assert float(Features()(out, Batch(teacher_patches=teacher)).detach()) == 0.0
@@ -167,7 +167,7 @@ def test_nothing_is_kept(leave: str) -> None:
 
 @torch.no_grad()
 def test_features_without_the_fact_are_those_of_the_last_block() -> None:
-    out = wild("evit", fuse=False)(pictures(), ask=("patches",))
+    out = wild("evit", fuse=False)(pictures(), aux=("patches",))
     teacher, last = torch.zeros(3, 16, 24), out.trace.updated[-1, :, 1:]
     expected = [float(out.patches[b, i].pow(2).mean()) for b, i in last.nonzero()]
     assert float(Features()(out, Batch(teacher_patches=teacher))) == pytest.approx(
@@ -184,7 +184,7 @@ def test_features_without_the_fact_are_those_of_the_last_block() -> None:
 def test_evit(fuse: bool, kind: str) -> None:
     """The class row's ceil(0.7 n) best stay; the others become one patch, sum a_j x_j with a_j as it is."""
     model = wild("evit", kind, keep=0.7, fuse=fuse)
-    vit, prefix = model.vit, model.shape.prefix
+    vit, prefix = model.vit, model.shape.num_prefix_tokens
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
         for b, image in enumerate(pictures()):

@@ -11,7 +11,7 @@ from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
 from adaptivit.backbones import timm_vit
-from adaptivit.decision import Drop, Step, Trace
+from adaptivit.decision import AppliedDecision, Drop, Trace
 from adaptivit.evaluation import halting_profiles
 from adaptivit.execution import cpu
 from adaptivit.model import AdaptiveViT
@@ -59,10 +59,10 @@ def compact(model: AdaptiveViT) -> tuple[str, ...]:
     return ("packed", "gathered") if model.policy.equal else ("packed",)
 
 
-def run(model: AdaptiveViT, images: Tensor, layout: str, fed: list[int], ask: Collection[str] = ()) -> Any:
+def run(model: AdaptiveViT, images: Tensor, layout: str, fed: list[int], aux: Collection[str] = ()) -> Any:
     fed.clear()
     with torch.inference_mode():
-        return model(images, layout=layout, ask=ask)
+        return model(images, layout=layout, aux=aux)
 
 
 @pytest.mark.parametrize("kind", ["class", "distilled"])
@@ -75,7 +75,7 @@ def test_the_last_mlp_takes_what_is_read(case: str, kind: str, fed: list[int]) -
     assert torch.equal(whole.macs_ran, whole.macs)
     for layout in compact(model):
         found = run(model, images, layout, fed)
-        assert fed[-1] == 3 * model.shape.read
+        assert fed[-1] == 3 * model.shape.head_tokens
         assert found.read_alone
         assert found.layout == layout
         assert_close(found.logits, whole.logits)
@@ -140,7 +140,7 @@ def test_a_replay_that_answers_at_the_end_is_carried_out(fed: list[int]) -> None
     leaving = torch.zeros(2, 17, dtype=torch.bool)
     leaving[:, 5:] = True
     every = torch.ones(6, 2, 17, dtype=torch.bool)
-    trace = Trace(every, every, 1, (Step(5, "after", Drop(leaving)),))
+    trace = Trace(every, every, 1, (AppliedDecision(5, "after", Drop(leaving)),))
     model = AdaptiveViT(tiny().vit, "replay", {"trace": trace}).eval()
     assert not run(model, pictures(2), "packed", fed).read_alone
 
@@ -188,14 +188,14 @@ def test_budgets_that_cut_some_images() -> None:
 class Watching(Static):
     """Keeps what it sees, as lean.py lets nobody do without a copy, and looks at the end."""
 
-    prefix_stays = True
+    keeps_prefix = True
 
-    def start(self, view: Any) -> Any:
+    def start(self, ctx: Any) -> Any:
         return []
 
-    def after(self, view: Any, state: Any) -> None:
-        state.append(view.image())
-        view.element(0)
+    def after(self, ctx: Any, state: Any) -> None:
+        state.append(ctx.image())
+        ctx.channel(0)
 
     def facts(self, state: Any) -> dict[str, Tensor]:
         return {"seen": torch.stack(state)}
@@ -205,7 +205,7 @@ class Watching(Static):
 def test_what_a_policy_keeps_stays_as_it_was_and_subclasses_see_the_end(batch: int, fed: list[int]) -> None:
     model, images = tiny(), pictures(batch)
     model.policy = Watching(model.policy.settings, model.shape)
-    model.policy.prefix_stays = True
+    model.policy.keeps_prefix = True
     model.eval()
     whole = run(model, images, "masked", fed)
     for layout in ("packed", "gathered"):
@@ -218,8 +218,8 @@ def test_who_promises_to_be_quiet_and_is_not_hears_of_it() -> None:
     class Loud(Static):
         quiet_end = True
 
-        def after(self, view: Any, state: Any) -> Any:
-            return Drop(torch.zeros_like(view.present)) if view.last else None
+        def after(self, ctx: Any, state: Any) -> Any:
+            return Drop(torch.zeros_like(ctx.present)) if ctx.last else None
 
     model = tiny()
     model.policy = Loud(model.policy.settings, model.shape)
@@ -233,6 +233,6 @@ def test_a_replay_for_more_prefix_tokens_than_its_trace(fed: list[int]) -> None:
     leaving[:, 1] = True  # the distillation token, which the head reads
     here = torch.ones(6, 2, 18, dtype=torch.bool)
     here[3:, :, 1] = False
-    trace = Trace(here, here, 1, (Step(2, "after", Drop(leaving)),))
+    trace = Trace(here, here, 1, (AppliedDecision(2, "after", Drop(leaving)),))
     model = AdaptiveViT(tiny(kind="distilled").vit, "replay", {"trace": trace}).eval()
     assert_close(run(model, pictures(2), "packed", fed).logits, run(model, pictures(2), "masked", fed).logits)

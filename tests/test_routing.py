@@ -86,7 +86,7 @@ def test_mod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
 def test_every_prefix_token_has_a_place(kind: str, capacity: float) -> None:
     for policy in ("mod", "amod"):
         model = wild(policy, kind, capacity=capacity)
-        prefix, slots = model.shape.prefix, model.shape.tokens
+        prefix, slots = model.shape.num_prefix_tokens, model.shape.tokens
         trace = model(pictures()).trace
         assert trace.attended[:, :, :prefix].all()
         assert trace.live[1::2].unique().tolist() == [max(prefix, math.ceil(capacity * slots))]
@@ -158,8 +158,8 @@ def test_amod_learns_by_its_scores_only_where_they_multiply() -> None:
         decisions = []
         real = model.policy.before
 
-        def before(view: Any, state: Any, real: Any = real, seen: list[Any] = decisions) -> Any:
-            seen.append(real(view, state))
+        def before(ctx: Any, state: Any, real: Any = real, seen: list[Any] = decisions) -> Any:
+            seen.append(real(ctx, state))
             return seen[-1]
 
         model.policy.before = before

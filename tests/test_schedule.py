@@ -16,7 +16,7 @@ from adaptivit.decision import Trace
 from adaptivit.errors import UserError
 from adaptivit.execution import row_schedule, triton
 from adaptivit.execution.row_schedule import Times, choose, expected_rows, live_rows, plan
-from adaptivit.layouts import Plan
+from adaptivit.layouts import RowSchedule
 
 L = 6
 
@@ -140,8 +140,8 @@ def test_shares_that_are_none(model: Any, shares: list[float]) -> None:
 # -- plans ----------------------------------------------------------------------------------------------------------
 def test_a_plan_without_a_profile(model: Any) -> None:
     most = triton.FEW_ROWS // model.shape.tokens
-    assert plan(model, 1, None) == plan(model, most, None) == Plan(moves=frozenset())
-    assert plan(model, most + 1, None) == Plan(moves=None)
+    assert plan(model, 1, None) == plan(model, most, None) == RowSchedule(moves=frozenset())
+    assert plan(model, most + 1, None) == RowSchedule(moves=None)
 
 
 @pytest.mark.parametrize("move", [0.0, 0.05, 1e6])
@@ -163,7 +163,7 @@ def test_a_plan_with_a_profile(model: Any, monkeypatch: pytest.MonkeyPatch, move
 
 
 def test_what_a_plan_says() -> None:
-    anywhere, still, some = Plan(), Plan(frozenset()), Plan(frozenset({1}), (9, 5))
+    anywhere, still, some = RowSchedule(), RowSchedule(frozenset()), RowSchedule(frozenset({1}), (9, 5))
     assert [p.moves_after(1) for p in (anywhere, still, some)] == [True, False, True]
     assert not some.moves_after(0)
     assert [some.expected(layer, 7) for layer in (0, 1, 2)] == [9, 5, 7]  # the room where nothing is known

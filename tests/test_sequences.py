@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adaptivit import policies
 from adaptivit.backbones import timm_vit
-from adaptivit.decision import Drop, Merge, Step, Trace
+from adaptivit.decision import AppliedDecision, Drop, Merge, Trace
 from adaptivit.forward import forward
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice
 from adaptivit.output import Output
@@ -91,7 +91,7 @@ def test_sizes_survive_a_weighted_drop() -> None:
 def test_everything_dropped_before_the_first_block() -> None:
     gone = Drop(torch.ones(3, SLOTS, dtype=torch.bool))
     trace = random_trace(["none"] * 3 * LAYERS, 0)
-    trace = Trace(trace.attended, trace.updated, 1, (Step(0, "before", gone),))
+    trace = Trace(trace.attended, trace.updated, 1, (AppliedDecision(0, "before", gone),))
     check_sequence("class", trace, *EVERY)
 
 
@@ -137,10 +137,12 @@ def test_the_gradient_of_a_merge_reaches_its_weight(own: bool) -> None:
     """A folded token is told that it was needed: d out_i / d w_j = size_j exp(s_ij) / Z_i (v_j - out_i)."""
     g = torch.Generator().manual_seed(0)
     decision = merging(5, torch.ones(3, 5, dtype=torch.bool))
-    stays = decision.into == torch.arange(5)
+    stays = decision.target == torch.arange(5)
     weight = stays.float().requires_grad_()
     layout = Masked(torch.randn(3, 5, 6, generator=g), 5)
-    layout.carry_out(Merge(decision.into, decision.scale, decision.size, weight=weight, own=own), "between")
+    layout.apply(
+        Merge(decision.target, decision.source_weight, decision.size, key_weight=weight, self_key_grad=own), "between"
+    )
     q, k, v, up = (torch.randn(3, 5, 2, 3, generator=g) / 2 for _ in range(4))
     out = layout.attend(q, k, v)
     (grad,) = torch.autograd.grad((out * up).sum(), weight)

@@ -89,12 +89,12 @@ def test_a_loss_of_parts_is_the_loss_of_the_whole(name: str) -> None:
     model, wanted = tiny(policy, more={"depth": 4}, **settings).train(), Objective({"it": (1.0, term)})
     images, targets = pictures(6), torch.arange(6)
     with torch.no_grad():
-        taught = tiny("static", more={"depth": 4}, seed=3)(images, ask=("patches",))
+        taught = tiny("static", more={"depth": 4}, seed=3)(images, aux=("patches",))
 
     def run(chosen: list[int], whole: Any = None) -> Any:
         known = Batch(targets[chosen], taught.logits[chosen], taught.patches[chosen])
         with drawing(Share(torch.tensor(chosen), 6), 5):
-            return wanted(model(images[chosen], ask=wanted.needs), known, whole)
+            return wanted(model(images[chosen], aux=wanted.needs), known, whole)
 
     def learnt(parts: list[list[int]], wholes: Sequence[Any]) -> tuple[list[float], dict[str, Tensor]]:
         model.zero_grad()
@@ -126,7 +126,7 @@ def test_most_losses_of_parts_are_not_means_of_means() -> None:
     images = pictures(6)
     for term in (TargetDepth(), Budget(0.5)):
         whole, first, second = (
-            float(term(model(x, ask=term.needs), Batch()).detach()) for x in (images, images[:2], images[2:])
+            float(term(model(x, aux=term.needs), Batch()).detach()) for x in (images, images[:2], images[2:])
         )
         assert abs(whole - (2 * first + 4 * second) / 6) > 1e-4 * whole
 
@@ -214,7 +214,7 @@ def test_blocks_computed_again_keep_less(monkeypatch: pytest.MonkeyPatch) -> Non
             return value
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-            model(pictures(2), ask=("plan",))
+            model(pictures(2), aux=("plan",))
         held.append(sum(sizes))
     assert held[1] < 0.5 * held[0], held
 

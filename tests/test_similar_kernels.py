@@ -35,7 +35,7 @@ def some(*shape: int, share: float = 0.5) -> Tensor:
 
 
 def qkv(rows: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """k [R, H, d] as a view of qkv; the rest of it is NaN. Keys have something in common, as they do in a ViT."""
+    """k [R, H, d] as a ctx of qkv; the rest of it is NaN. Keys have something in common, as they do in a ViT."""
     all_three = torch.full((rows, 3, heads, width), float("nan"))
     common = torch.randn(heads, width, generator=random())
     all_three[:, 1] = 0.7 * common + torch.randn(rows, heads, width, generator=random())
@@ -47,7 +47,7 @@ class Rows:
 
     def __init__(self, here: Tensor, heads: int, width: int, dtype: torch.dtype, kind: str) -> None:
         batch, slots = here.shape
-        self.here, self.cells = here, here.flatten().nonzero()[:, 0]
+        self.active, self.cells = here, here.flatten().nonzero()[:, 0]
         live = len(self.cells)
         self.offsets: Tensor | None = None
         if kind == "ragged":
@@ -67,7 +67,7 @@ class Rows:
 
     def cosine(self, image: int) -> Tensor:
         """[N, N]"""
-        u = self.exact.unflatten(0, self.here.shape)[image]
+        u = self.exact.unflatten(0, self.active.shape)[image]
         return u @ u.T
 
 
@@ -283,7 +283,7 @@ def test_worth() -> None:
 @here
 def test_training_on_masked_takes_the_kernels_and_evaluation_does_not() -> None:
     layout = Masked(torch.zeros(3, 37, 4, device=DEVICE), 1)
-    layout.live = layout.here = some(3, 37, share=0.7)
+    layout.live = layout.active = some(3, 37, share=0.7)
     k = qkv(3 * 37, 2, 32).unflatten(0, (3, 37))
     taught = k.clone().requires_grad_() * 1.0
     with torch.no_grad():
@@ -295,7 +295,7 @@ def test_training_on_masked_takes_the_kernels_and_evaluation_does_not() -> None:
     (value, slot), (other_value, other_slot) = plain.nearest(patches), quick.nearest(patches)
     assert torch.equal(slot, other_slot)
     assert torch.allclose(value, other_value, rtol=0, atol=2 * CLOSE)
-    assert torch.equal(plain.joins(leaving, patches), quick.joins(leaving, patches))
+    assert torch.equal(plain.targets(leaving, patches), quick.targets(leaving, patches))
 
 
 def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

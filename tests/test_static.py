@@ -46,7 +46,7 @@ def test_static_is_timm_at_another_image_size(kind: str, size: int | tuple[int, 
     images = pictures(2, 64)[:, :, :height, :width]
     out = model(images, layout=layout)
     assert_close(out.logits, model.vit(images))
-    assert out.trace.attended.shape[-1] == (height // 8) * (width // 8) + model.shape.prefix
+    assert out.trace.attended.shape[-1] == (height // 8) * (width // 8) + model.shape.num_prefix_tokens
     assert out.costs.tokens == out.trace.attended.shape[-1]
 
 

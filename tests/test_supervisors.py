@@ -40,7 +40,7 @@ def test_aht_planner_context_and_width(context: str) -> None:
     model.policy.beta.fill_(-30.0)  # nobody halts before the stage
     planner = model.policy.planners["1"]
     assert planner.hidden.weight.shape == (6, 24 if context == "none" else 48)
-    plan = model(pictures(), ask=("plan",)).trace.fact("plan")[0]
+    plan = model(pictures(), aux=("plan",)).trace.fact("plan")[0]
     for b, image in enumerate(pictures()):
         block = model.vit.blocks[0]
         x = mlp(block, attention(block, embedded(model.vit, image))[0])
@@ -64,4 +64,4 @@ def test_avit_by_a_network_a_layer() -> None:
         assert network[0].weight.shape == (12, 24)
         assert_close(scores[0, b], torch.sigmoid(hidden @ network[2].weight[0] + network[2].bias))
     assert len(model.policy.networks) == 6
-    assert not model.policy.offers
+    assert not model.policy.optional_aux

@@ -23,7 +23,7 @@ from test_data import folder, refused, run
 import adaptivit
 from adaptivit import visualize
 from adaptivit.data.dataset import Labelled
-from adaptivit.decision import Drop, Merge, Step, Trace
+from adaptivit.decision import AppliedDecision, Drop, Merge, Trace
 from adaptivit.errors import DataError, UserError
 from adaptivit.model import AdaptiveViT
 from adaptivit.visualize import charts, collect, importance, paint, writing
@@ -95,7 +95,7 @@ def test_asking_for_scores_changes_nothing_else() -> None:
     for policy in RANKING:
         torch.manual_seed(0)
         model, images = made(policy), pictures()
-        plain, asked = model(images), model(images, ask=("keep_scores",))
+        plain, asked = model(images), model(images, aux=("keep_scores",))
         assert "keep_scores" not in plain.trace.facts
         assert torch.equal(plain.logits, asked.logits)
         assert torch.equal(plain.macs, asked.macs)
@@ -113,7 +113,7 @@ def test_halting_scores_stand_where_patches_were_live(policy: str) -> None:
 @torch.inference_mode()
 def test_plans_are_those_of_the_pass() -> None:
     model, images = made("aht"), pictures(3)
-    seen, facts = visualize.look(model, images), model(images, ask=("plan",)).trace.facts
+    seen, facts = visualize.look(model, images), model(images, aux=("plan",)).trace.facts
     assert seen.plans is not None
     assert seen.plans.stages == facts["stages"].tolist()
     assert (seen.plans.values == facts["plan"][..., 1:].numpy()).all()
@@ -145,7 +145,7 @@ def test_groups_against_a_literal_loop(seed: int) -> None:
             for step in (s.decision for s in trace.steps if s.layer == layer):
                 for i, at in home.items():
                     if at >= 0 and isinstance(step, Merge):
-                        home[i] = int(step.into[b, at])
+                        home[i] = int(step.target[b, at])
                     elif at >= 0 and isinstance(step, Drop) and bool(step.leaving[b, at]):
                         home[i] = -1
             assert found[layer, b].tolist() == list(home.values())
@@ -332,9 +332,13 @@ def tiny_logits(model: AdaptiveViT, image: torch.Tensor, gone: tuple[int, int] |
     leaving = torch.zeros(1, slots, dtype=torch.bool)
     block, slot = gone or (1, 0)
     leaving[0, slot] = gone is not None
-    step = Step(0, "before", Drop(leaving)) if block == 0 else Step(block - 1, "after", Drop(leaving))
+    step = (
+        AppliedDecision(0, "before", Drop(leaving))
+        if block == 0
+        else AppliedDecision(block - 1, "after", Drop(leaving))
+    )
     shape = torch.zeros(6, 1, slots, dtype=torch.bool)
-    trace = Trace(shape, shape, model.shape.prefix, (step,))
+    trace = Trace(shape, shape, model.shape.num_prefix_tokens, (step,))
     return AdaptiveViT(model.vit, "replay", {"trace": trace}).eval()(image).logits
 
 
@@ -397,7 +401,7 @@ def test_a_page_of_every_policy_stands_alone(policy: str) -> None:
     assert ("Merged regions" in text) == (policy in ("evit", "fold", "tome"))
     assert ("Planned depth" in text) == (policy == "aht")
     assert ("Easy and hard" in text) == (not seen.equal)
-    assert text.count("data-say=") == 2 * 6
+    assert text.count("data-merge_weight=") == 2 * 6
 
 
 @pytest.mark.parametrize("policy", ["tome", "aht"])

@@ -109,8 +109,8 @@ def test_relative_evidence_takes_off_the_mean_of_an_image(relative: float) -> No
     plain, model = (
         tiny("aht", more={"depth": 4}, spare=1, relative=share, **WORTH | {"beta": 0.5}) for share in (0.0, relative)
     )
-    features = plain(images, ask={"features"}).trace.facts["features"][0]  # before anybody has left
-    read = model(images, ask={"features"}).trace.facts["features"][0]
+    features = plain(images, aux={"features"}).trace.facts["features"][0]  # before anybody has left
+    read = model(images, aux={"features"}).trace.facts["features"][0]
     for image, other in zip(features, read, strict=True):
         assert_close(other, image - relative * image[1:].mean(), 1e-5)
     spread = read[:, 1:].mean(1).std() / features[:, 1:].mean(1).std()
@@ -229,9 +229,9 @@ def test_a_plan_held_against_its_image_says_who_leaves_and_not_how_many() -> Non
     planner = model.policy.planners["2"]
     with torch.no_grad():
         planner.out.weight.mul_(0.5)  # nowhere near the ends of its range
-        before = model(images, ask={"plan"}).trace
+        before = model(images, aux={"plan"}).trace
         planner.low, planner.high = planner.low + 2, planner.high + 2
-        after = model(images, ask={"plan"}).trace
+        after = model(images, aux={"plan"}).trace
     plan, depth = before.facts["plan"][0][:, 1:], before.depth[:, 1:].float()
     assert_close(after.facts["plan"][0][:, 1:], plan + 2, 1e-5)
     assert torch.equal(after.updated, before.updated)

@@ -29,16 +29,16 @@ class Shape:
 
     layers: int
     tokens: int  # at the nominal image size; a forward pass counts its own
-    prefix: int  # class, distillation and register tokens
+    num_prefix_tokens: int  # class, distillation and register tokens
     dim: int
     heads: int
     attention_dim: int  # heads x head width
-    hidden: int
+    mlp_dim: int
     patch_macs: int  # multiply-accumulates to embed one patch
     classes: int
-    heads_out: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
+    num_classifiers: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
     class_token: bool
-    read: int  # leading slots that the head reads; `tokens` when it pools over patches
+    head_tokens: int  # leading slots that the head reads; `tokens` when it pools over patches
     gated: bool = False  # attention output gate (a linear layer more)
     latent_pool: bool = False  # attention pooling head
     pool_prefix: bool = False  # which pools over the prefix tokens too
@@ -84,16 +84,16 @@ def inspect(vit: nn.Module) -> Shape:
     return Shape(
         layers=len(vit.blocks),
         tokens=tokens,
-        prefix=vit.num_prefix_tokens,
+        num_prefix_tokens=vit.num_prefix_tokens,
         dim=vit.embed_dim,
         heads=first.attn.num_heads,
         attention_dim=first.attn.attn_dim,
-        hidden=first.mlp.fc1.out_features,
+        mlp_dim=first.mlp.fc1.out_features,
         patch_macs=projection.weight.numel(),
         classes=vit.num_classes if heads_out else vit.embed_dim,
-        heads_out=heads_out,
+        num_classifiers=heads_out,
         class_token=vit.has_class_token,
-        read=(2 if distilled else 1) if token_read else tokens,
+        head_tokens=(2 if distilled else 1) if token_read else tokens,
         gated=first.attn.gate is not None,
         latent_pool=vit.attn_pool is not None,
         pool_prefix=vit.pool_include_prefix,
@@ -115,7 +115,7 @@ def head(vit: VisionTransformer, leading: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Taps:
+class EvidenceRequest:
     """What a policy wants to see of a block on its way; filled while the block runs. Grid values are [B, N, ...]."""
 
     wanted: frozenset[str] = frozenset()
@@ -139,11 +139,11 @@ EVIDENCE = {
     "keys": "[B, N, d] keys, mean over heads",
     "match": "layouts.Match: finds for some tokens the most similar of others, by the cosine of those keys (ToMe)",
     "similarity": "layouts.Similarity: that cosine of all tokens, which finds every token's nearest other (folding)",
-    "ghost": "[B, D] what the block makes of a zeroed, masked row (a halted token in A-ViT's public code)",
+    "halted_row": "[B, D] what the block makes of a zeroed, masked row (a halted token in A-ViT's public code)",
 }
 
 
-def look(layout: Layout, taps: Taps, q: Tensor, k: Tensor) -> None:
+def collect_evidence(layout: Layout, taps: EvidenceRequest, q: Tensor, k: Tensor) -> None:
     """What a policy wants to see of the attention, from q and k [R, H, d]."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and taps.gradient):
         if "received" in taps.wanted:
@@ -156,51 +156,53 @@ def look(layout: Layout, taps: Taps, q: Tensor, k: Tensor) -> None:
         elif "class_row" in taps.wanted:
             taps.give("class_row", layout.attention_rows(q, k, "class"))
         if "keys" in taps.wanted:
-            taps.give("keys", layout.grid(mean_key(k)))
+            taps.give("keys", layout.to_grid(mean_key(k)))
         if "match" in taps.wanted:
             taps.give("match", layout.match(k))
         if "similarity" in taps.wanted and not both:
             taps.give("similarity", layout.similarity(k))
 
 
-def attention(block: Any, layout: Layout, taps: Taps, parts: Parts | None = None) -> None:
+def attention(block: Any, layout: Layout, taps: EvidenceRequest, parts: Parts | None = None) -> None:
     """The first residual branch on the layout's rows [R, D]."""
     attn, parts = block.attn, parts or PLAIN
-    y, q, k, v = parts.enter(block, layout.rows)
-    look(layout, taps, q, k)
+    y, q, k, v = parts.norm_qkv(block, layout.rows)
+    collect_evidence(layout, taps, q, k)
     out = layout.attend(q, k, v, attn.attn_drop.p if attn.training else 0.0)
-    if "ghost" in taps.wanted:
-        taps.give("ghost", ghost(block, layout, k, v))
+    if "halted_row" in taps.wanted:
+        taps.give("halted_row", halted_row(block, layout, k, v))
     kept = _kept(block.drop_path1, layout)
-    layout.put(parts.leave(block, layout.rows, out, y, kept, layout.partakers()))
+    layout.put(parts.proj_residual(block, layout.rows, out, y, kept, layout.active_rows()))
 
 
-def mlp(block: Any, layout: Layout, taps: Taps, parts: Parts | None = None) -> None:
+def mlp(block: Any, layout: Layout, taps: EvidenceRequest, parts: Parts | None = None) -> None:
     """The second residual branch."""
     kept, read = _kept(block.drop_path2, layout), tuple(name in taps.wanted for name in ("fc1", "gelu"))
-    rows, *found = (parts or PLAIN).feed(block, layout.rows, kept, layout.partakers(), taps.index, *read)
+    rows, *found = (parts or PLAIN).mlp_residual(block, layout.rows, kept, layout.active_rows(), taps.index, *read)
     for name, element in zip(("fc1", "gelu"), found, strict=True):
         if element is not None:
-            taps.give(name, layout.grid(element))
+            taps.give(name, layout.to_grid(element))
     layout.put(rows)
 
 
-def enter(block: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_qkv(block: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[R, D] -> what attention reads: the rows after their norm, queries, keys and values."""
     y = block.norm1(rows)
     return y, *_qkv(block.attn, y)
 
 
-def leave(block: Any, rows: Tensor, out: Tensor, y: Tensor, kept: Tensor | None, partakers: Tensor | None) -> Tensor:
+def proj_residual(
+    block: Any, rows: Tensor, out: Tensor, y: Tensor, kept: Tensor | None, active_rows: Tensor | None
+) -> Tensor:
     """What attention found [R, H, d], projected and added to the rows."""
-    return added(rows, block.ls1(_project(block.attn, out, y)), kept, partakers)
+    return added(rows, block.ls1(_project(block.attn, out, y)), kept, active_rows)
 
 
-def feed(
+def mlp_residual(
     block: Any,
     rows: Tensor,
     kept: Tensor | None,
-    partakers: Tensor | None,
+    active_rows: Tensor | None,
     index: int = 0,
     before: bool = False,
     after: bool = False,
@@ -212,7 +214,7 @@ def feed(
     early = hidden[..., index].float() if before else None
     late = active[..., index].float() if after else None
     out = ffn.drop2(ffn.fc2(ffn.norm(ffn.drop1(active))))
-    return added(rows, block.ls2(out), kept, partakers), early, late
+    return added(rows, block.ls2(out), kept, active_rows), early, late
 
 
 @dataclass(frozen=True)
@@ -220,18 +222,18 @@ class Parts:
     """What a block computes on rows alone, between what the layout and the policy do: as it stands here, or compiled
     (regional.py)."""
 
-    enter: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = enter
-    leave: Callable[..., Tensor] = leave
-    feed: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = feed
+    norm_qkv: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = norm_qkv
+    proj_residual: Callable[..., Tensor] = proj_residual
+    mlp_residual: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = mlp_residual
 
 
 PLAIN = Parts()
 
 
-def added(rows: Tensor, delta: Tensor, kept: Tensor | None, partakers: Tensor | None) -> Tensor:
+def added(rows: Tensor, delta: Tensor, kept: Tensor | None, active_rows: Tensor | None) -> Tensor:
     """[R, D] the rows with what a branch adds to those that take part."""
     moved = rows + (delta if kept is None else delta * kept[..., None].to(delta.dtype))
-    return moved if partakers is None else torch.where(partakers[..., None], moved, rows)
+    return moved if active_rows is None else torch.where(active_rows[..., None], moved, rows)
 
 
 def _qkv(attn: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,7 +249,7 @@ def _project(attn: Any, out: Tensor, y: Tensor) -> Tensor:
     return attn.proj_drop(attn.proj(out))
 
 
-def ghost(block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
+def halted_row(block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
     """[B, D] a zero row with zeroed norms through the block: it still collects values and biases on its way."""
     attn, ffn = block.attn, block.mlp
     zero = layout.rows.new_zeros(layout.batch, layout.rows.shape[-1])
@@ -263,5 +265,5 @@ def _kept(module: nn.Module, layout: Layout) -> Tensor | None:
     if not isinstance(module, DropPath) or not module.training or module.drop_prob == 0.0:
         return None
     keep = 1.0 - module.drop_prob
-    kept = draw(layout.batch, lambda n: torch.empty(n, device=layout.live.device).bernoulli_(keep))
+    kept = draw(layout.batch, lambda n: torch.empty(n, device=layout.alive.device).bernoulli_(keep))
     return layout.expand(kept / keep if module.scale_by_keep else kept)

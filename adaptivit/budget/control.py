@@ -23,7 +23,7 @@ from ..output import Output
 from ..policies.base import Policy
 from ..utils.hardware import device_name
 from . import curve as budgets
-from .curve import Budget, Calibration, gmacs, meant
+from .curve import Budget, Calibration, gmacs, unit_hint
 from .limit import minimum
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Budgets = str | float | Sequence[str | float] | Tensor  # one for all images, or
 
 
 @dataclass(frozen=True)
-class Turn:
+class RunSetting:
     """How a pass, or a part of its images, runs."""
 
     policy: Policy
@@ -42,7 +42,7 @@ class Turn:
     images: Tensor | None = None  # [b] which of the batch, where there are several turns
 
 
-def several(given: Any, images: int, what: str) -> list[Any]:
+def broadcast(given: Any, images: int, what: str) -> list[Any]:
     """One value for all, as a list of one, or one an image."""
     if isinstance(given, Tensor):
         given = given.tolist() if given.ndim else float(given)
@@ -61,12 +61,12 @@ def curve(model: AdaptiveViT, why: str) -> Calibration:
     return model.calibration
 
 
-def settle(model: AdaptiveViT, budget: Budget, device: torch.device) -> float | None:
+def solve(model: AdaptiveViT, budget: Budget, device: torch.device) -> float | None:
     """The position that meets a budget on this device."""
     if budget.free:
         return None
     where = device_name(device) if budget.ms is not None else ""
-    return curve(model, "budget").position(budget, where)
+    return curve(model, "budget").position_for(budget, where)
 
 
 def checked_limit(model: AdaptiveViT, given: object, tokens: int) -> float | None:
@@ -84,7 +84,7 @@ def checked_limit(model: AdaptiveViT, given: object, tokens: int) -> float | Non
     else:
         least = minimum(model.policy, costs)
     if macs < least:
-        raise UserError(f"max_macs: {limit.text} is below the least that can be held, {gmacs(least)}.{meant(macs)}")
+        raise UserError(f"max_macs: {limit.text} is below the least that can be held, {gmacs(least)}.{unit_hint(macs)}")
     return macs
 
 
@@ -102,8 +102,8 @@ def restore(model: AdaptiveViT, calibration: dict[str, Any] | None, max_macs: st
 
 def _check_curve(model: AdaptiveViT, found: Calibration) -> None:
     policy = model.policy
-    if found.knob != policy.dial or found.continuous == fixes_counts(policy):
-        raise ValueError(f"the calibration is of {found.knob!r}, the dial of {model.policy_name} is {policy.dial!r}")
+    if found.dial != policy.dial or found.continuous == fixes_counts(policy):
+        raise ValueError(f"the calibration is of {found.dial!r}, the dial of {model.policy_name} is {policy.dial!r}")
     if found.tokens != model.shape.tokens:
         raise ValueError(f"the calibration is of {found.tokens} tokens, the model has {model.shape.tokens}")
 
@@ -123,43 +123,43 @@ def fixes_counts(policy: Policy) -> bool:
     return policy.dial not in (None, "shift")
 
 
-def turns(
+def split_batch(
     model: AdaptiveViT,
     images: Tensor,
     budget: Budgets | None = None,
     max_macs: Budgets | None = None,
-    ask: Collection[str] = (),
-) -> list[Turn]:
+    aux: Collection[str] = (),
+) -> list[RunSetting]:
     """How these images run: in one pass, or in one for each position of a dial that fixes counts."""
     policy = model.policy
     if model.training:
         if budget is not None or max_macs is not None:
             raise UserError("budget and max_macs are for evaluation; call model.eval() first.")
-        return [Turn(policy)]
+        return [RunSetting(policy)]
     tokens = _tokens(model, images)
     limits = [model._limit]
     max_macs = model._max_macs if max_macs is None and tokens != model.shape.tokens else max_macs
     if max_macs is not None:
-        limits = [checked_limit(model, one, tokens) for one in several(max_macs, len(images), "max_macs")]
+        limits = [checked_limit(model, one, tokens) for one in broadcast(max_macs, len(images), "max_macs")]
     positions = [model._position(images.device)]
     if budget is not None:
-        made = [budgets.parse(one) for one in several(budget, len(images), "budget")]
-        positions = [settle(model, one, images.device) for one in made]
+        made = [budgets.parse(one) for one in broadcast(budget, len(images), "budget")]
+        positions = [solve(model, one, images.device) for one in made]
     held = any(limit is not None for limit in limits)
-    if held and "exits" in policy.offers and "exits" in ask:
-        raise UserError("max_macs: with ask=('exits',) nobody leaves, so no limit can be held.")
+    if held and "exits" in policy.optional_aux and "exits" in aux:
+        raise UserError("max_macs: with aux=('exits',) nobody leaves, so no limit can be held.")
     if tokens != model.shape.tokens and (any(p is not None for p in positions) or (held and fixes_counts(policy))):
         raise UserError(f"budget: the curve is of images of {model.shape.tokens} tokens, these have {tokens}.")
     if fixes_counts(policy):
         return _groups(model, positions, limits, images)
-    return [Turn(policy, _shift(positions, images), _limit(limits, images))]
+    return [RunSetting(policy, _shift(positions, images), _limit(limits, images))]
 
 
 def _tokens(model: AdaptiveViT, images: Tensor) -> int:
     if not model.vit.dynamic_img_size:
         return model.shape.tokens
     high, wide = model.vit.patch_embed.dynamic_feat_size(tuple(images.shape[2:]))
-    return int(high * wide) + model.shape.prefix
+    return int(high * wide) + model.shape.num_prefix_tokens
 
 
 def _spread(values: list[float], images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,16 +183,16 @@ def _limit(limits: list[float | None], images: Tensor) -> Tensor | None:
 
 def _groups(
     model: AdaptiveViT, positions: list[float | None], limits: list[float | None], images: Tensor
-) -> list[Turn]:
+) -> list[RunSetting]:
     count = max(len(positions), len(limits))
     both = zip(positions * (count // len(positions)), limits * (count // len(limits)), strict=True)
     chosen = [_within(model, position, limit) for position, limit in both]
     if len(set(chosen)) == 1:
-        return [Turn(model._turn(chosen[0]))]
+        return [RunSetting(model._turn(chosen[0]))]
     where: dict[float | None, list[int]] = {}
     for i, position in enumerate(chosen):
         where.setdefault(position, []).append(i)
-    return [Turn(model._turn(p), images=torch.tensor(i, device=images.device)) for p, i in where.items()]
+    return [RunSetting(model._turn(p), images=torch.tensor(i, device=images.device)) for p, i in where.items()]
 
 
 def _within(model: AdaptiveViT, position: float | None, limit: float | None) -> float | None:
@@ -200,12 +200,12 @@ def _within(model: AdaptiveViT, position: float | None, limit: float | None) -> 
     if limit is None:
         return position
     found = curve(model, "max_macs")
-    costs = {p.knob: p.macs for p in found.points}
+    costs = {p.position: p.macs for p in found.points}
     macs = found.settings.macs if position is None else costs[position]
     return position if macs <= limit else found.at(limit)
 
 
-def joined(several: Sequence[Turn], outputs: Sequence[Output]) -> Output:
+def join_outputs(several: Sequence[RunSetting], outputs: Sequence[Output]) -> Output:
     """Passes over parts of a batch as one answer, in the order of the batch. The trace has neither steps nor facts."""
     order = torch.cat([turn.images for turn in several if turn.images is not None]).argsort()
     first = outputs[0]
@@ -219,14 +219,14 @@ def joined(several: Sequence[Turn], outputs: Sequence[Output]) -> Output:
         trace=Trace(
             rows([o.trace.attended for o in outputs], 1),
             rows([o.trace.updated for o in outputs], 1),
-            first.trace.prefix,
+            first.trace.num_prefix_tokens,
             pooled=first.trace.pooled,
         ),
         costs=first.costs,
         layout=first.layout,
         tokens=rows([o.tokens for o in outputs]),
         patches=rows([o.patches for o in outputs]),
-        read_alone=any(o.read_alone for o in outputs),
+        prefix_only_mlp=any(o.prefix_only_mlp for o in outputs),
         ran=rows([o.macs_ran for o in outputs]),
         counted={part: rows([o.parts[part] for o in outputs]) for part in first.parts},
     )

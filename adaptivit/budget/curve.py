@@ -75,7 +75,7 @@ def gmacs(macs: float) -> str:
     return f"{macs / 1e9:.4g} GMACs"
 
 
-def meant(macs: float) -> str:
+def unit_hint(macs: float) -> str:
     """What to say of a number that is too small for MACs: 0.8 was meant in GMACs, 0.67 as a share."""
     return " A number alone means MACs; write '0.8 GMACs' or '-33%'." if macs < 1000 else ""
 
@@ -84,7 +84,7 @@ def meant(macs: float) -> str:
 class Point:
     """The dial at one position: mean over the calibration images."""
 
-    knob: float
+    position: float
     macs: float
     live: float  # tokens that enter a block, mean over the blocks
     spread: float | None = None  # standard deviation of an image's MACs; None: not known (one image, or an older curve)
@@ -109,7 +109,7 @@ class Latency:
 class Calibration:
     """The curve of a policy's dial, from dear to cheap; `budget` is what was set when it was saved."""
 
-    knob: str  # what is turned
+    dial: str  # what is turned
     continuous: bool  # any position between two points can be taken; otherwise the points are all there is
     tokens: int  # slots of an image
     static: float  # MACs of the static model
@@ -119,7 +119,7 @@ class Calibration:
     latency: Latency | None = None
     budget: str | None = None
 
-    def position(self, budget: Budget, device: str) -> float | None:
+    def position_for(self, budget: Budget, device: str) -> float | None:
         """Where the dial meets the budget; None where the settings are to be kept."""
         return None if budget.free else self.at(self.wanted(budget, device), budget.text)
 
@@ -138,13 +138,13 @@ class Calibration:
         if macs < points[-1].macs * (1 - 1e-9):
             least = f"{gmacs(points[-1].macs)} ({100 * (points[-1].macs / self.static - 1):.1f} %)"
             said = f"{text} ({gmacs(macs)})" if text and "MACs" not in text else gmacs(macs)
-            raise UserError(f"budget: {said} is below the least that this model can do, {least}.{meant(macs)}")
+            raise UserError(f"budget: {said} is below the least that this model can do, {least}.{unit_hint(macs)}")
         below = min(bisect.bisect_left(points, -macs, key=lambda p: -p.macs), len(points) - 1)
         cheap, dear = points[below], points[max(below - 1, 0)]
         gap = dear.macs - cheap.macs
         if not self.continuous or not 0 < gap <= STEP * self.static or macs <= cheap.macs:
-            return cheap.knob
-        return cheap.knob + (dear.knob - cheap.knob) * min(1.0, (macs - cheap.macs) / gap)
+            return cheap.position
+        return cheap.position + (dear.position - cheap.position) * min(1.0, (macs - cheap.macs) / gap)
 
     def error(self, macs: float) -> float | None:
         """How far the mean over many new images of the same kind may be from a budget of `macs`, as a share of it: two
@@ -174,7 +174,7 @@ class Calibration:
         """-10%, -20% ... as far as the dial goes."""
         return [f"-{s}%" for s in range(10, 100, 10) if 1 - s / 100 >= self.points[-1].macs / self.static]
 
-    def doubt(self, budget: str | float | None = None, device: str = "") -> str | None:
+    def accuracy_warning(self, budget: str | float | None = None, device: str = "") -> str | None:
         """A line that says so where a budget (without one: any tenth that the dial can reach) may be missed by more
         than GOAL on new images, with the number of images that would do. `device` is for budgets in ms."""
         asked = self.tenths() if budget is None else [budget]
@@ -235,7 +235,7 @@ class Calibration:
                 "latency": latency,
             }
         )
-        numbers = [x for p in made.points for x in (p.knob, p.macs, p.live, p.spread or 0.0)]
+        numbers = [x for p in made.points for x in (p.position, p.macs, p.live, p.spread or 0.0)]
         if not numbers or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError("the calibration has no curve")
         kinds = isinstance(made.continuous, bool) and all(type(n) is int and n > 0 for n in (made.tokens, made.images))
@@ -270,7 +270,7 @@ def falling(points: Sequence[Point], continuous: bool) -> tuple[Point, ...]:
 def _mean(pool: Sequence[Point]) -> Point:
     if len(pool) == 1:
         return pool[0]
-    knob, macs, live = (statistics.fmean(v) for v in zip(*((p.knob, p.macs, p.live) for p in pool), strict=True))
+    knob, macs, live = (statistics.fmean(v) for v in zip(*((p.position, p.macs, p.live) for p in pool), strict=True))
     spreads = [p.spread for p in pool if p.spread is not None]
     return Point(knob, macs, live, statistics.fmean(spreads) if len(spreads) == len(pool) else None)
 

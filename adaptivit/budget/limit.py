@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..policies.base import Policy
 
 
-class Cap:
+class MacsLimiter:
     """What is left for every image of a pass."""
 
     def __init__(self, policy: Policy, costs: CostModel, limit: Tensor) -> None:  # limit [B], float64
@@ -40,7 +40,7 @@ class Cap:
         last = costs.shape.layers - 1  # nobody decides in the last block
         # [L] what a token is spared that leaves between attention and MLP: the MLP, and the policy's modules behind it
         own = [(policy.overhead(layer, costs) or (0.0, 0.0))[0] for layer in range(last + 1)]
-        self.late = [2.0 * costs.shape.dim * costs.shape.hidden + macs for macs in own]
+        self.late = [2.0 * costs.shape.dim * costs.shape.mlp_dim + macs for macs in own]
         self.layer = 0
         counts = torch.arange(costs.tokens + 1, device=limit.device)
         spared = (counts - self.least).clamp_min(0) * policy.early  # all but the least may leave before an MLP
@@ -78,7 +78,7 @@ class Cap:
 
 def least_tokens(policy: Policy) -> int:
     """Tokens that no limit lets go: class, distillation and register tokens, where the policy never does."""
-    return policy.shape.prefix if policy.prefix_stays else 0
+    return policy.shape.num_prefix_tokens if policy.keeps_prefix else 0
 
 
 def block_macs(policy: Policy, costs: CostModel, device: torch.device | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from ..output import Output
 from ..utils.hardware import device_name
 from . import control
 from . import curve as budgets
-from .control import Turn, fixes_counts
+from .control import RunSetting, fixes_counts
 from .curve import Budget, Calibration, Latency, Point, falling
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def calibrate(
         points = _steps(model, batches) if fixes_counts(model.policy) else _slope(model, batches, static, progress)
         continuous = not fixes_counts(model.policy)
         made = Calibration(
-            knob=model.policy.dial or "",
+            dial=model.policy.dial or "",
             continuous=continuous,
             tokens=model.shape.tokens,
             static=static,
@@ -156,7 +156,7 @@ def _slope(model: AdaptiveViT, batches: Sequence[Tensor], static: float, progres
             near *= 2
         ends.append(sign * near)
     found = _halved(pilot, [pilot(end) for end in ends], lambda a, b: a.macs - b.macs > COARSE * static, 1e-4)
-    positions = [p.knob for p in found]
+    positions = [p.position for p in found]
     total = done + len(positions) * len(batches)
     meter = Meter(model, batches, step)
     return _halved(meter, [meter(p) for p in positions], lambda a, b: a.macs - b.macs > 1.3 * COARSE * static, 1e-4)
@@ -174,23 +174,23 @@ def _halved(meter: Meter, points: list[Point], wide: Callable[[Point, Point], bo
         gaps = [
             (abs(a.macs - b.macs), i)
             for i, (a, b) in enumerate(itertools.pairwise(points))
-            if wide(a, b) and abs(a.knob - b.knob) > nearest
+            if wide(a, b) and abs(a.position - b.position) > nearest
         ]
         if not gaps:
             break
         _, i = max(gaps)
-        points.insert(i + 1, meter((points[i].knob + points[i + 1].knob) / 2))
+        points.insert(i + 1, meter((points[i].position + points[i + 1].position) / 2))
     return points
 
 
 def _touched_up(model: AdaptiveViT, made: Calibration, wanted: Budget, batches: Sequence[Tensor]) -> Calibration:
     """The curve with points where the budget is, until one comes NEAR enough."""
     for _ in range(TOUCHES):
-        position = made.position(wanted, "")
-        if position is None or any(p.knob == position for p in made.points):
+        position = made.position_for(wanted, "")
+        if position is None or any(p.position == position for p in made.points):
             break
         point = Meter(model, batches)(position)
-        made = replace(made, points=falling(sorted([*made.points, point], key=lambda p: p.knob), True))
+        made = replace(made, points=falling(sorted([*made.points, point], key=lambda p: p.position), True))
         if abs(point.macs - made.wanted(wanted, "")) < NEAR * made.static:
             break
     return made
@@ -221,7 +221,7 @@ def check(
     """What these budgets cost in the mean over images [n, C, H, W] (or batches of them)."""
     curve, device = control.curve(model, "check"), device_name(next(model.parameters()).device)
     wanted = [budgets.parse(one) for one in asked]
-    targets = [(one.text, curve.position(one, device), curve.wanted(one, device)) for one in wanted if not one.free]
+    targets = [(one.text, curve.position_for(one, device), curve.wanted(one, device)) for one in wanted if not one.free]
     batches = _batches(model, images, batch_size)
     meter = Meter(model, batches, None if progress is None else _counted(progress, len(targets) * len(batches)))
     training = model.training
@@ -245,9 +245,9 @@ def _timed(model: AdaptiveViT, made: Calibration, batches: Sequence[Tensor], bat
     images = torch.cat([b[:batch] for b in batches[: max(1, batch)]])
     images = images.repeat(math.ceil(batch / len(images)), 1, 1, 1)[:batch].to(weight.device, weight.dtype)
     chosen = _spread(made.points, TIMES)
-    runs = {str(p.knob): _at(model, p.knob) for p in chosen}
+    runs = {str(p.position): _at(model, p.position) for p in chosen}
     timings = interleaved(runs, images, 15, warm_up=2, inner=None)
-    took = [1e3 * statistics.median(timings[str(p.knob)].seconds) for p in chosen]
+    took = [1e3 * statistics.median(timings[str(p.position)].seconds) for p in chosen]
     # time falls with work in truth: pooled, where noise says otherwise
     pooled = falling([Point(p.macs, ms, 0.0) for p, ms in zip(chosen, took, strict=True)], True)
     layout = next(iter(timings.values())).layout
@@ -256,7 +256,7 @@ def _timed(model: AdaptiveViT, made: Calibration, batches: Sequence[Tensor], bat
         batch,
         layout,
         str(weight.dtype).removeprefix("torch."),
-        tuple((p.knob, p.macs) for p in pooled),
+        tuple((p.position, p.macs) for p in pooled),
     )
     return replace(made, latency=latency)
 
@@ -274,9 +274,9 @@ def _at(model: AdaptiveViT, position: float | None) -> Callable[[Tensor], Output
     policy = model.policy.turned(position) if counts and position is not None else model.policy
 
     def run(images: Tensor) -> Output:
-        turn = Turn(policy)
+        turn = RunSetting(policy)
         if position is not None and not counts:
-            turn = Turn(policy, shift=torch.full((len(images),), position, device=images.device))
+            turn = RunSetting(policy, shift=torch.full((len(images),), position, device=images.device))
         return model._run(model._choose("auto", images.device), images, turn=turn)
 
     return run

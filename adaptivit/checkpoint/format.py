@@ -50,7 +50,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")
     if odd := sorted(set(extra) & set(_OWN)):
         raise UserError(f"save_pretrained: {odd[0]!r} is said by the model itself; give the note another name.")
-    if model.shape.heads_out and model.class_names and len(model.class_names) != model.shape.classes:
+    if model.shape.num_classifiers and model.class_names and len(model.class_names) != model.shape.classes:
         raise UserError(
             f"save_pretrained: class_names has {len(model.class_names)} names for {model.shape.classes} classes."
         )

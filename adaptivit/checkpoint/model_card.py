@@ -107,7 +107,7 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
         trace = model.eval()(tensors.to(keep.device, keep.dtype)).trace
     model.train(was_training)
     grid = model.vit.patch_embed.grid_size
-    depth = trace.depth[:, trace.prefix :].unflatten(1, tuple(grid)).cpu()
+    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, tuple(grid)).cpu()
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
     shown = (tensors * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     return halting_maps(shown.numpy(), depth.numpy(), model.shape.layers, columns=2)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ..decision import Decision, Drop, Keep, Merge, Skip, Step, Trace
+from ..decision import AppliedDecision, Decision, Drop, Keep, Merge, Skip, Trace
 from ..errors import UserError
 from ..utils.atomic_io import write_bytes
 
@@ -29,7 +29,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
             elif value is not None:
                 plain[name] = value
         steps.append([step.layer, step.when, type(step.decision).__name__, plain])
-    meta = {"steps": json.dumps(steps), "prefix": str(trace.prefix), "format": "adaptivit-trace-2"}
+    meta = {"steps": json.dumps(steps), "prefix": str(trace.num_prefix_tokens), "format": "adaptivit-trace-2"}
     meta["pooled"] = trace.pooled
     write_bytes(path, save({k: v.detach().cpu().clone() for k, v in tensors.items()}, metadata=meta))
 
@@ -53,7 +53,7 @@ def load_trace(path: str | Path) -> Trace:
             if kind == "Merge" and meta["format"] == "adaptivit-trace-1":
                 values["size"] = values.pop("weight")  # what a merged token weighs was called so
             decision: Decision = _KINDS[kind](**values)
-            steps.append(Step(layer, when, decision))
+            steps.append(AppliedDecision(layer, when, decision))
         pooled = meta.get("pooled", "all")
         return Trace(tensors["attended"], tensors["updated"], int(meta["prefix"]), tuple(steps), pooled=pooled)
     except (KeyError, TypeError, ValueError) as error:

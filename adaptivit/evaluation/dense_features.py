@@ -24,7 +24,7 @@ def features(
     """
     if prefix and as_map:
         raise UserError("features: prefix tokens have no place on a map; ask for prefix or as_map.")
-    output = model(images, layout=layout, ask=("tokens",))
+    output = model(images, layout=layout, aux=("tokens",))
     tokens = output.tokens
     assert tokens is not None
     if any(isinstance(step.decision, Merge) for step in output.trace.steps):
@@ -33,7 +33,7 @@ def features(
     tokens = model.vit.norm(tokens)
     if prefix:
         return tokens
-    patches = tokens[:, output.trace.prefix :]
+    patches = tokens[:, output.trace.num_prefix_tokens :]
     if not as_map:
         return patches
     embed = model.vit.patch_embed
@@ -51,7 +51,7 @@ def stands_for(trace: Trace) -> Tensor:
         if isinstance(decision, Drop):
             live = live & ~decision.leaving
         elif isinstance(decision, Merge):
-            goes = torch.where(live & (decision.into >= 0), decision.into, slot)
+            goes = torch.where(live & (decision.target >= 0), decision.target, slot)
             place = goes.gather(1, place)
-            live = live & (decision.into == slot)
+            live = live & (decision.target == slot)
     return place

@@ -62,7 +62,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     sums = _Sums()
-    ask = model.policy.offers & {"plan"}
+    ask = model.policy.optional_aux & {"plan"}
     dtype = next(model.parameters()).dtype
     for batch in batches:
         sums.unreadable += len(batch.unreadable)
@@ -71,7 +71,7 @@ def evaluate(
         images, labels = batch.images.to(device, dtype), batch.labels.to(device)
         start = time.perf_counter()
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # fp32 means fp32, in the patch embedding too
-            output = model(images, layout=layout, ask=ask)
+            output = model(images, layout=layout, aux=ask)
         top = output.logits.topk(min(5, output.logits.shape[1]), dim=1).indices
         hit = (top == labels[:, None]).cpu()  # waits for the device
         sums.seconds += time.perf_counter() - start

@@ -52,7 +52,7 @@ def drawn_trace(profile: Sequence[float], batch: int, tokens: int, seed: int, pr
     """
     import torch
 
-    from ..decision import Drop, Step, Trace
+    from ..decision import AppliedDecision, Drop, Trace
 
     luck = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed))
     luck[:, :prefix] = -1.0
@@ -63,7 +63,7 @@ def drawn_trace(profile: Sequence[float], batch: int, tokens: int, seed: int, pr
     for layer, share in enumerate(profile[1:]):
         stays = live & (luck < share)
         if not torch.equal(stays, live):
-            steps.append(Step(layer, "after", Drop(live & ~stays)))
+            steps.append(AppliedDecision(layer, "after", Drop(live & ~stays)))
         live = stays
         attended.append(live)
     grid = torch.stack(attended)

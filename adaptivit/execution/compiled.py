@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..backbones import timm_vit
-from ..backbones.timm_vit import Parts, Taps
+from ..backbones.timm_vit import EvidenceRequest, Parts
 from ..layouts import Layout
 
 embed = timm_vit.embed
@@ -23,13 +23,13 @@ def _parts() -> Parts:
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
     # a second size makes sizes a variable: merging leaves another number of rows in every block
-    made: list[Any] = [torch.compile(run) for run in (timm_vit.enter, timm_vit.leave, timm_vit.feed)]
+    made: list[Any] = [torch.compile(run) for run in (timm_vit.norm_qkv, timm_vit.proj_residual, timm_vit.mlp_residual)]
     return Parts(*made)
 
 
-def attention(block: Any, layout: Layout, taps: Taps) -> None:
+def attention(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
     timm_vit.attention(block, layout, taps, _parts())
 
 
-def mlp(block: Any, layout: Layout, taps: Taps) -> None:
+def mlp(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
     timm_vit.mlp(block, layout, taps, _parts())

@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from ..backbones import timm_vit
-from ..backbones.timm_vit import Taps
+from ..backbones.timm_vit import EvidenceRequest
 from ..layouts import Layout
 from ..utils.hardware import processor
 from .triton import patchwise, plain
@@ -52,27 +52,27 @@ def refusal(vit: VisionTransformer, dtype: torch.dtype, device: torch.device) ->
     return plain(vit)
 
 
-def attention(block: Any, layout: Layout, taps: Taps) -> None:
+def attention(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
     """The first residual branch, added to the layout's rows."""
     attn = block.attn
     qkv = _product(block.norm1(layout.rows), attn.qkv)
     q, k, v = qkv.unflatten(-1, (3, attn.num_heads, attn.head_dim)).unbind(-3)
-    timm_vit.look(layout, taps, q, k)
+    timm_vit.collect_evidence(layout, taps, q, k)
     out = layout.attend(q, k, v)
-    if "ghost" in taps.wanted:
-        taps.give("ghost", timm_vit.ghost(block, layout, k, v))
+    if "halted_row" in taps.wanted:
+        taps.give("halted_row", timm_vit.halted_row(block, layout, k, v))
     _add(layout, out.flatten(-2), attn.proj, block.ls1)
 
 
-def mlp(block: Any, layout: Layout, taps: Taps) -> None:
+def mlp(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
     """The second residual branch."""
     ffn = block.mlp
     hidden = _product(block.norm2(layout.rows), ffn.fc1)
     if "fc1" in taps.wanted:
-        taps.give("fc1", layout.grid(hidden[..., taps.index].float()))
+        taps.give("fc1", layout.to_grid(hidden[..., taps.index].float()))
     hidden = torch.ops.aten.gelu_(hidden)
     if "gelu" in taps.wanted:
-        taps.give("gelu", layout.grid(hidden[..., taps.index].float()))
+        taps.give("gelu", layout.to_grid(hidden[..., taps.index].float()))
     _add(layout, hidden, ffn.fc2, block.ls2)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..budget.control import Budgets, Turn, turns
+from ..budget.control import Budgets, RunSetting, split_batch
 from ..decision import Trace
 from ..errors import UserError
 from ..kernels.pack_index import joined
@@ -95,10 +95,10 @@ class Captured:
                     _set_rows_apart(batch * model.shape.tokens * model.shape.dim, weight)  # taken, and free at once
                 self._made = step(self._images)
 
-    def _first_turn(self) -> Turn:
+    def _first_turn(self) -> RunSetting:
         """Where the dial stands, in tensors that the graph reads anew at every replay."""
         model, images = self.model, self._images
-        (turn,) = turns(model, images)
+        (turn,) = split_batch(model, images)
         if turn.shift is None and model.policy.dial == "shift" and model.calibration is not None:
             turn = replace(turn, shift=torch.zeros(self.batch, device=images.device))
         return turn
@@ -109,7 +109,7 @@ class Captured:
         free = budget is None and max_macs is None and model._budget is None and model._limit is None
         if free and now.policy is model.policy and now.shift is None and now.limit is None:
             return
-        wanted = turns(model, images, budget, max_macs)
+        wanted = split_batch(model, images, budget, max_macs)
         if len(wanted) > 1 or wanted[0].policy is not now.policy:
             raise UserError("Captured at another budget, which fixes all shapes; capture again after setting it.")
         shift, limit = wanted[0].shift, wanted[0].limit
@@ -200,7 +200,7 @@ def _masks(output: Output) -> tuple[list[int], list[int]]:
     """Of what was spent by masks that the trace does not have, the first of each that is there several times; and for
     each which of those."""
     places: dict[int, int] = {}
-    which = [-1 if s.block is not None else places.setdefault(id(s.present), len(places)) for s in output.spent]
+    which = [-1 if s.block is not None else places.setdefault(id(s.present), len(places)) for s in output.added_macs]
     return [which.index(place) for place in range(len(places))], which
 
 
@@ -212,7 +212,7 @@ def _tensors(output: Output, first: list[int]) -> list[Tensor]:
     if output.logits.dtype == output.features.dtype:
         values = [torch.cat([value.flatten() for value in values])]
     masks = [trace.attended] if trace.updated is trace.attended else [trace.attended, trace.updated]
-    masks += [torch.stack([output.spent[i].present for i in first])] if first else []
+    masks += [torch.stack([output.added_macs[i].present for i in first])] if first else []
     return [*values, joined(masks) if len(masks) > 1 else masks[0].contiguous()]
 
 
@@ -231,12 +231,12 @@ def _answer(pattern: Output, made: list[Tensor], images: int) -> Output:
     attended = masks[:layers]
     updated = attended if same else masks[layers : 2 * layers]
     others = masks[layers if same else 2 * layers :].unbind()
-    which = zip(pattern.spent, _masks(pattern)[1], strict=True)
+    which = zip(pattern.added_macs, _masks(pattern)[1], strict=True)
     spent = [replace(s, present=others[i] if s.block is None else attended[s.block]) for s, i in which]
     return replace(
         pattern,
         logits=values[0],
         features=values[1],
-        trace=Trace(attended, updated, pattern.trace.prefix, pooled=pattern.trace.pooled),
-        spent=tuple(spent),
+        trace=Trace(attended, updated, pattern.trace.num_prefix_tokens, pooled=pattern.trace.pooled),
+        added_macs=tuple(spent),
     )

@@ -28,13 +28,13 @@ from ..budget import control
 from ..errors import UserError, first_line, unknown
 from ..forward import forward
 from ..layouts import Gathered, Layout, Masked
-from ..layouts.padded import Cropped
+from ..layouts.padded import Padded
 from ..model import AdaptiveViT
 from ..policies import spec
 from ..utils.atomic_io import write_bytes
 from .export_config import KINDS
 
-LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Cropped}
+LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Padded}
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -57,7 +57,7 @@ class Program(nn.Module):
         super().__init__()
         self.model, self.layout = model, LAYOUTS[kind]
         one = torch.zeros(1, model.vit.in_chans, *model.vit.patch_embed.img_size)
-        (turn,) = control.turns(model, one)
+        (turn,) = control.split_batch(model, one)
         self.policy = turn.policy
         self.shift, self.limit = (None if t is None else float(t) for t in (turn.shift, turn.limit))
 

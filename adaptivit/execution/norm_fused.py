@@ -25,7 +25,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..backbones.timm_vit import Taps
+from ..backbones.timm_vit import EvidenceRequest
 from ..errors import UserError
 from ..kernels.launch import precision
 from ..kernels.norm_folded import fold
@@ -79,20 +79,20 @@ class Folded:
         """How many norms are folded."""
         return len(self._marked)
 
-    def attention(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
+    def attention(self, block: Any, layout: PackedOnDevice, taps: EvidenceRequest) -> None:
         layer = layout.layer
         self._mark(layer, "qkv", layout)
         layout.measures = self._measures(layer, "fc1")
         triton.attention(block, layout, taps, self._products.get((layer, "qkv")), layout.measures)
 
-    def mlp(self, block: Any, layout: PackedOnDevice, taps: Taps) -> None:
+    def mlp(self, block: Any, layout: PackedOnDevice, taps: EvidenceRequest) -> None:
         layer = layout.layer
         self._mark(layer, "fc1", layout)
         layout.measures = self._measures(layer + 1, "qkv")
         triton.mlp(block, layout, taps, self._products.get((layer, "fc1")), layout.measures)
 
     def _mark(self, layer: int, name: str, layout: PackedOnDevice) -> None:
-        if self._learns and triton.foldable(layout.stream()):
+        if self._learns and triton.foldable(layout.kernel_rows()):
             self._marked.add((layer, name))
 
     def _measures(self, layer: int, name: str) -> bool:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Taps
+from ..backbones.timm_vit import EvidenceRequest
 from ..decision import Drop, Trace
 from ..errors import UserError
-from ..layouts import PackedOnDevice, Plan
+from ..layouts import PackedOnDevice, RowSchedule
 from . import triton
 from .norm_fused import Folded
 
@@ -104,16 +104,16 @@ def live_rows(model: AdaptiveViT, profile: Tensor | Trace | Sequence[float], bat
 
 def plan(
     model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None, fold_norms: bool = False
-) -> Plan:
+) -> RowSchedule:
     """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many.
 
     fold_norms: norms will be worked into products where rows stay (folded.py)."""
     if profile is None:
         few = batch * model.shape.tokens <= triton.FEW_ROWS
-        return Plan(moves=frozenset() if few else None)
+        return RowSchedule(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
     moves = choose(live, measure(model, batch, live, fold_norms))
-    return Plan(moves=moves, rows=expected_rows(live, moves))
+    return RowSchedule(moves=moves, rows=expected_rows(live, moves))
 
 
 @torch.inference_mode()
@@ -128,21 +128,21 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: b
     slot = torch.arange(slots, device=weight.device).expand(batch, -1)
 
     def run(blocks: Any, number: int, count: int, kind: str) -> None:
-        layout = PackedOnDevice(x, 1, Plan(rows=(batch * count,) * BLOCKS))
-        layout.prefix_stays = True
+        layout = PackedOnDevice(x, 1, RowSchedule(rows=(batch * count,) * BLOCKS))
+        layout.keeps_prefix = True
         layout.drop(Drop(slot >= count))
         layout.put(layout.rows)
         if kind == "masks":
-            layout.plan = Plan(frozenset(), layout.plan.rows)
+            layout.plan = RowSchedule(frozenset(), layout.plan.rows)
             layout.drop(Drop(slot >= max(count - 1, 1)))
             if batch * count <= triton.FEW_ROWS:  # a mask for rows comes with the decision (ops/gate.py)
-                layout.know(layout.here, layout.here.flatten()[layout.cells])
+                layout.know(layout.active, layout.active.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
             if layer and kind == "moves":
                 layout.drop(Drop(slot >= slots))
-            blocks.attention(block, layout, Taps())
-            blocks.mlp(block, layout, Taps())
+            blocks.attention(block, layout, EvidenceRequest())
+            blocks.mlp(block, layout, EvidenceRequest())
 
     def time(count: int, kind: str = "") -> float:
         blocks: Any = triton

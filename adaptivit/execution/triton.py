@@ -21,7 +21,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..backbones import timm_vit
-from ..backbones.timm_vit import Taps
+from ..backbones.timm_vit import EvidenceRequest
 from ..kernels.launch import usable
 from ..kernels.linear import linear
 from ..kernels.norm import norm
@@ -29,7 +29,7 @@ from ..kernels.norm_folded import measured, normed, piece
 from ..kernels.norm_linear import norm_linear, norm_linear_gated, split
 from ..kernels.patch_embed import patches
 from ..layouts import PackedOnDevice
-from ..layouts.base import Moments, Stream
+from ..layouts.base import KernelRows, RowStats
 
 FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
 
@@ -102,34 +102,34 @@ def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     return vit.norm_pre(rows)
 
 
-def foldable(stream: Stream) -> bool:
+def foldable(stream: KernelRows) -> bool:
     """Whether the norm of these rows can be worked into the product behind it."""
     return stream.moments is not None and stream.index is None and stream.expected > FEW_ROWS
 
 
 def attention(
-    block: Any, layout: PackedOnDevice, taps: Taps, qkv_folded: Product | None = None, measures: bool = False
+    block: Any, layout: PackedOnDevice, taps: EvidenceRequest, qkv_folded: Product | None = None, measures: bool = False
 ) -> None:
     """The first residual branch, in place of the layout's rows; `measures`: with the moments of what it writes."""
-    attn, stream = block.attn, layout.stream()
+    attn, stream = block.attn, layout.kernel_rows()
     qkv, kept, _ = _normed(stream, block.norm1, attn.qkv, qkv_folded, _space(block))
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
     q, k, v = qkv.view(len(qkv), 3, attn.num_heads, attn.head_dim).unbind(-3)
-    timm_vit.look(layout, taps, q, k)
+    timm_vit.collect_evidence(layout, taps, q, k)
     out = layout.attend(q, k, v).reshape(len(qkv), attn.num_heads * attn.head_dim)
-    if "ghost" in taps.wanted:
-        taps.give("ghost", timm_vit.ghost(block, layout, k, v))
+    if "halted_row" in taps.wanted:
+        taps.give("halted_row", timm_vit.halted_row(block, layout, k, v))
     del q, k, v, qkv
     layout.put(*_added(out, attn.proj, kept, block.ls1, count, expected, measures))
 
 
 def mlp(
-    block: Any, layout: PackedOnDevice, taps: Taps, fc1_folded: Product | None = None, measures: bool = False
+    block: Any, layout: PackedOnDevice, taps: EvidenceRequest, fc1_folded: Product | None = None, measures: bool = False
 ) -> None:
     """The second residual branch."""
-    ffn, stream = block.mlp, layout.stream()
+    ffn, stream = block.mlp, layout.kernel_rows()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     probe = taps.index if wanted else -1
     seen: Tensor | None
@@ -146,21 +146,21 @@ def mlp(
     del stream
     if seen is not None:
         if "fc1" in taps.wanted:
-            taps.give("fc1", layout.grid(seen))
+            taps.give("fc1", layout.to_grid(seen))
         if "gelu" in taps.wanted:
-            taps.give("gelu", layout.grid(F.gelu(seen)))
+            taps.give("gelu", layout.to_grid(F.gelu(seen)))
     layout.put(*_added(hidden, ffn.fc2, kept, block.ls2, count, expected, measures))
 
 
-def _few(stream: Stream) -> bool:
+def _few(stream: KernelRows) -> bool:
     """Whether a norm and the product behind it are one kernel."""
     return stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None
 
 
-def _decides(layout: PackedOnDevice, stream: Stream) -> bool:
+def _decides(layout: PackedOnDevice, stream: KernelRows) -> bool:
     """Whether a product can decide about everybody: there is a row for every cell, and nobody sits out."""
     room = len(stream.rows if stream.index is None else stream.index)
-    return room == layout.live.numel() and layout.here is layout.live
+    return room == layout.alive.numel() and layout.active is layout.alive
 
 
 def _space(block: Any) -> int:
@@ -169,7 +169,7 @@ def _space(block: Any) -> int:
 
 
 def _normed(
-    stream: Stream,
+    stream: KernelRows,
     norm1: Any,
     product: Any,
     folded: Product | None,
@@ -203,10 +203,10 @@ def _added(
     count: Tensor | None,
     expected: int,
     measures: bool,
-) -> tuple[Tensor, Moments | None]:
+) -> tuple[Tensor, RowStats | None]:
     """residual + scale * product(rows) [R, D], and its moments where they are asked for and may be of use."""
     scale = layer_scale.gamma if isinstance(layer_scale, LayerScale) else None
     if not measures or expected <= FEW_ROWS:
         return linear(rows, product.weight, product.bias, residual, scale, count, False, expected), None
     out, values = measured(rows, product.weight, product.bias, residual, scale, count, expected)
-    return out, Moments(values, piece(expected, out.shape[1], out.dtype))
+    return out, RowStats(values, piece(expected, out.shape[1], out.dtype))

@@ -144,7 +144,7 @@ def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
     """What the table does not say."""
     said = []
     if not curve.continuous:
-        said.append(f"{curve.knob} fixes how many tokens stay: a budget is met by the nearest step below it")
+        said.append(f"{curve.dial} fixes how many tokens stay: a budget is met by the nearest step below it")
     if curve.latency is not None:
         slow, fast = curve.latency.points[0][1], curve.latency.points[-1][1]
         said.append(
@@ -152,17 +152,17 @@ def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
             f"{curve.latency.layout}: {slow:.3g} ms down to {fast:.3g} ms"
         )
     device = next(model.parameters()).device
-    doubt = curve.doubt(model.budget, device_name(device))
+    doubt = curve.accuracy_warning(model.budget, device_name(device))
     if doubt is not None:
         said.append(f"note: {doubt}")
     if model.budget is not None:
-        said.append(f"budget {model.budget}: {curve.knob} = {model._position(device):.5g}")
+        said.append(f"budget {model.budget}: {curve.dial} = {model._position(device):.5g}")
     return said
 
 
 def table(curve: Calibration, rows: Sequence[Check], images: int, config: CalibrateConfig) -> Table:
     made = Table(title=f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others")
-    names = ("budget", curve.knob, "live tokens", "GMACs asked for", "GMACs", "against static", "error", "expected")
+    names = ("budget", curve.dial, "live tokens", "GMACs asked for", "GMACs", "against static", "error", "expected")
     for name in names:
         made.add_column(name, justify="right")
     for row in rows:
@@ -203,7 +203,7 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
     writer = csv.DictWriter(out, fieldnames=[*names, *errors, *where], lineterminator="\n")
     writer.writeheader()
     lines: list[dict[str, Any]] = [
-        {"kind": "curve", "position": p.knob, "live": p.live, "gmacs": p.macs / 1e9, "gmacs_sd": _sd(p)}
+        {"kind": "curve", "position": p.position, "live": p.live, "gmacs": p.macs / 1e9, "gmacs_sd": _sd(p)}
         for p in curve.points
     ]
     lines += [
@@ -221,7 +221,7 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
         for row in rows
     ]
     for line in lines:
-        full = {"knob": curve.knob, "gmacs_static": curve.static / 1e9} | line | where
+        full = {"knob": curve.dial, "gmacs_static": curve.static / 1e9} | line | where
         writer.writerow({k: f"{v:.8g}" if isinstance(v, float) else v for k, v in full.items()})
     return out.getvalue()
 
@@ -236,7 +236,7 @@ def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> by
 
     figure = _figure(1000, 640)
     axes = _axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)
-    x, y = [p.knob for p in curve.points], [p.macs / 1e9 for p in curve.points]
+    x, y = [p.position for p in curve.points], [p.macs / 1e9 for p in curve.points]
     if curve.continuous:
         axes.plot(x, y, color=ACCENT, linewidth=1.8, zorder=3)
     else:
@@ -247,11 +247,11 @@ def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> by
     axes.set_ylim(0, 1.08 * max(*y, curve.static / 1e9))
     if curve.continuous:  # far ends, where nothing changes any more, would squeeze the rest
         span = curve.points[0].macs - curve.points[-1].macs
-        busy = [p.knob for p in curve.points if 0.01 * span < p.macs - curve.points[-1].macs < 0.99 * span] or x
+        busy = [p.position for p in curve.points if 0.01 * span < p.macs - curve.points[-1].macs < 0.99 * span] or x
         room = 0.15 * (max(busy) - min(busy)) or 1.0
         axes.set_xlim(min(busy) - room, max(busy) + room)
-    axes.set_xlabel(curve.knob, fontsize=8, color=MUTED, labelpad=6)
+    axes.set_xlabel(curve.dial, fontsize=8, color=MUTED, labelpad=6)
     axes.set_ylabel("GMACs an image", fontsize=8, color=MUTED, labelpad=6)
     detail = f"line: {curve.images} images; dots: budgets on images that it has not seen; dashed: static"
-    _headline(axes, f"What {model.policy_name} costs by its {curve.knob}", detail)
+    _headline(axes, f"What {model.policy_name} costs by its {curve.dial}", detail)
     return _png(figure)

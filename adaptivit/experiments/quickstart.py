@@ -192,7 +192,7 @@ def _write(
     with torch.inference_mode():
         output = model(images)
     side = SIZE // PATCH
-    depth = output.trace.depth[:, model.shape.prefix :].reshape(-1, side, side)
+    depth = output.trace.depth[:, model.shape.num_prefix_tokens :].reshape(-1, side, side)
     share = output.macs_deployed / output.costs.static
     guess, chosen = output.logits.argmax(1), _one_of_each(labels, 12)
     titles = [

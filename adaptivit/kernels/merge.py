@@ -65,11 +65,13 @@ def reference(
     return met.to(rows.dtype), stay, after, cells, offsets
 
 
-def reference_join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """scale [B, N] and the new sizes [B, N], where rows become means weighted by `say`, by default the sizes."""
+def reference_join(
+    into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """source_weight and the new sizes, [B, N] each, for means weighted by `merge_weight` (default: the sizes)."""
     goes = into.clamp_min(0)
     nobody = (into < 0) | ~present
-    brought, part = (t.masked_fill(nobody, 0.0) for t in (size, size if say is None else say))
+    brought, part = (t.masked_fill(nobody, 0.0) for t in (size, size if merge_weight is None else merge_weight))
     total, whole = (torch.zeros_like(t).scatter_add(1, goes, t) for t in (brought, part))
     scale = part / whole.gather(1, goes).clamp_min(1e-12)
     stays = into == torch.arange(size.shape[1], device=size.device)
@@ -214,7 +216,7 @@ if triton is not None:
         into_pointer,
         size_pointer,
         present_pointer,
-        say_pointer,
+        merge_weight_pointer,
         scale_pointer,
         after_pointer,
         slots,
@@ -234,18 +236,18 @@ if triton is not None:
             there = tl.load(present_pointer + cell + j, mask=j < slots, other=0) != 0
             there = there & (goes >= 0)
             size = tl.load(size_pointer + cell + j, mask=there, other=0.0)
-            say = size
+            merge_weight = size
             if SAYS:
-                say = tl.load(say_pointer + cell + j, mask=there, other=0.0)
+                merge_weight = tl.load(merge_weight_pointer + cell + j, mask=there, other=0.0)
             total += tl.sum(tl.where(goes[None, :] == i[:, None], size[None, :], 0.0), 1)
             # whoever goes nowhere has brought nothing, so that all those are no sum
-            whole += tl.sum(tl.where(goes[None, :] == into[:, None], say[None, :], 0.0), 1)
+            whole += tl.sum(tl.where(goes[None, :] == into[:, None], merge_weight[None, :], 0.0), 1)
         present = tl.load(present_pointer + cell + i, mask=i < slots, other=0) != 0
         size = tl.load(size_pointer + cell + i, mask=i < slots, other=0.0)
-        say = size
+        merge_weight = size
         if SAYS:
-            say = tl.load(say_pointer + cell + i, mask=i < slots, other=0.0)
-        scale = tl.where(present & (into >= 0), say / tl.maximum(whole, 1e-12), 0.0)
+            merge_weight = tl.load(merge_weight_pointer + cell + i, mask=i < slots, other=0.0)
+        scale = tl.where(present & (into >= 0), merge_weight / tl.maximum(whole, 1e-12), 0.0)
         tl.store(scale_pointer + cell + i, scale, mask=i < slots)
         tl.store(after_pointer + cell + i, tl.where(present & (into == i), total, size), mask=i < slots)
 
@@ -308,22 +310,22 @@ def _(rows, live, into, scale, place, count, size, left, measures):
 
 
 @torch.library.custom_op("adaptivit::join", mutates_args=())
-def _join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None) -> tuple[Tensor, Tensor]:
+def _join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, slots = into.shape
     scale, after = torch.empty_like(size), torch.empty_like(size)
     tall = 8
     _join_kernel[(triton.cdiv(slots, tall), batch)](
-        *(into, size, present.view(torch.uint8), size if say is None else say, scale, after, slots),
+        *(into, size, present.view(torch.uint8), size if merge_weight is None else merge_weight, scale, after, slots),
         TM=tall,
         TN=min(256, power_of_two(slots)),
-        SAYS=say is not None,
+        SAYS=merge_weight is not None,
         num_warps=1,
     )
     return scale, after
 
 
 @_join.register_fake
-def _(into, size, present, say):
+def _(into, size, present, merge_weight):
     return torch.empty_like(size), torch.empty_like(size)
 
 
@@ -351,8 +353,10 @@ def merge(
     return merged, moments if measures else None, None if size is None else weight
 
 
-def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As the reference, with the kernel where it can run and no gradient is wanted."""
     if not usable(into.device) or size.dtype != torch.float32 or torch.is_grad_enabled():
-        return reference_join(into, size, present, say)
-    return _join(*(t.contiguous() for t in (into, size, present)), None if say is None else say.contiguous())
+        return reference_join(into, size, present, merge_weight)
+    return _join(
+        *(t.contiguous() for t in (into, size, present)), None if merge_weight is None else merge_weight.contiguous()
+    )

@@ -3,11 +3,11 @@
 
 Shapes: B images, N slots; all [B, N]. units [B N, 2, d] as in similar.py; here: who takes part; patches: who may leave
 and be joined; leaving, or score and count: all patches but the `count` with the highest score leave (select.py). Score
-and say may be found on the way (worth.py).
+and merge_weight may be found on the way (worth.py).
 
     into   of a leaving patch that is here the most similar patch here that stays, of equals the first; -1 where there
            is none, and of others that leave; of whoever does not leave the own slot
-    scale  say_i / sum of say over those that go where i goes; 0 for whoever goes nowhere or is not here
+    scale  say_i / sum of merge_weight over those that go where i goes; 0 for whoever goes nowhere or is not here
     size'  of who stays the sum of the sizes of those that come, its own included
 
 One program an image does all of it: those that leave are few, and are gathered into one tile, whose cosines with
@@ -25,21 +25,21 @@ from torch import Tensor
 
 from . import nearest_token
 from .launch import power_of_two, tl, triton, usable
-from .merge_score import Worth
+from .merge_score import MergeScore
 
 if triton is not None:
-    from .merge_score import _say, _score
+    from .merge_score import _merge_weight, _score
     from .nearest_token import _cosines, _unit
 
 
 Left = tuple[Tensor, Tensor]  # of those who are here [B, N] bool, how many are left in every image [B] int32
 
 
-class Met(NamedTuple):
-    into: Tensor  # [B, N] long
-    scale: Tensor  # [B, N]
+class MergeAssignment(NamedTuple):
+    target: Tensor  # [B, N] long
+    source_weight: Tensor  # [B, N]
     size: Tensor  # [B, N] afterwards
-    left: Left | None = None  # where the kernel has counted them
+    left_counts: Left | None = None  # where the kernel has counted them
 
 
 def reference(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ if triton is not None:
         score_pointer,  # with WORTH: attention seen
         alike_pointer,
         size_pointer,
-        say_pointer,
+        merge_weight_pointer,
         into_pointer,
         scale_pointer,
         after_pointer,
@@ -108,7 +108,7 @@ if triton is not None:
         tl.store(into_pointer + cell, tl.where(leaves, -1, slot).to(tl.int64), mask=inside)
         stays = (patch & here & (leaves == 0)).to(tl.int32)
         total = tl.zeros((ALL,), dtype=tl.float32)  # of sizes that come to each
-        whole = tl.zeros((ALL,), dtype=tl.float32)  # of what they say
+        whole = tl.zeros((ALL,), dtype=tl.float32)  # of what they merge_weight
         tl.debug_barrier()  # what was written is read by other threads from here on
         for first in range(0, number, TM):
             nth = first + tl.arange(0, TM)
@@ -135,24 +135,26 @@ if triton is not None:
                 if SAYS:
                     if WORTH:
                         seen = tl.load(score_pointer + first_cell + who, mask=real, other=0.0)
-                        said = tl.where(real, _say(seen, brought, value, VALUE_HALF), 0.0)
+                        said = tl.where(real, _merge_weight(seen, brought, value, VALUE_HALF), 0.0)
                     else:
-                        said = tl.load(say_pointer + first_cell + who, mask=real, other=0.0)
+                        said = tl.load(merge_weight_pointer + first_cell + who, mask=real, other=0.0)
                     whole += tl.sum(tl.where(hit, said[:, None], 0.0), 0)
         if SUMS:
             tl.debug_barrier()
             into = tl.load(into_pointer + cell, mask=inside, other=-1).to(tl.int32)
             size = tl.load(size_pointer + cell, mask=inside, other=0.0)
-            say = size
+            merge_weight = size
             if SAYS:
                 if WORTH:
-                    say = _say(tl.load(score_pointer + cell, mask=inside, other=0.0), size, value, VALUE_HALF)
+                    merge_weight = _merge_weight(
+                        tl.load(score_pointer + cell, mask=inside, other=0.0), size, value, VALUE_HALF
+                    )
                 else:
-                    say = tl.load(say_pointer + cell, mask=inside, other=0.0)
-                there = tl.gather(whole + say, tl.maximum(into, 0), 0)
+                    merge_weight = tl.load(merge_weight_pointer + cell, mask=inside, other=0.0)
+                there = tl.gather(whole + merge_weight, tl.maximum(into, 0), 0)
             else:
                 there = tl.gather(total + size, tl.maximum(into, 0), 0)
-            scale = tl.where(here & (into >= 0), say / tl.maximum(there, 1e-12), 0.0)
+            scale = tl.where(here & (into >= 0), merge_weight / tl.maximum(there, 1e-12), 0.0)
             tl.store(scale_pointer + cell, scale, mask=inside)
             tl.store(after_pointer + cell, tl.where(here & (into == slot), total + size, size), mask=inside)
 
@@ -209,7 +211,7 @@ def _meet(
     score: Tensor | None,
     count: int,
     size: Tensor | None,
-    say: Tensor | None,
+    merge_weight: Tensor | None,
     alike: Tensor | None = None,
     power: float | None = None,
     value: float = 0.5,
@@ -223,7 +225,7 @@ def _meet(
     scale, after = (here.new_empty(here.shape if size is not None else (0,), dtype=torch.float32) for _ in range(2))
     left = torch.empty(batch, dtype=torch.int32, device=here.device)
     flags = [t.view(torch.uint8) for t in (patches, here, patches if leaving is None else leaving)]
-    numbers = [after if t is None else t for t in (score, alike, size, say)]
+    numbers = [after if t is None else t for t in (score, alike, size, merge_weight)]
     worth = power is not None
     if into.numel():
         _meet_kernel[(batch,)](
@@ -237,7 +239,7 @@ def _meet(
             PART=tile.part,
             RANKED=leaving is None,
             SUMS=size is not None,
-            SAYS=say is not None or worth,
+            SAYS=merge_weight is not None or worth,
             WORTH=worth,
             LIKENESS=alike is not None,
             POWER_HALF=power == 0.5,
@@ -248,38 +250,38 @@ def _meet(
 
 
 @_meet.register_fake
-def _(units, patches, here, leaving, score, count, size, say, alike=None, power=None, value=0.5):
+def _(units, patches, here, leaving, score, count, size, merge_weight, alike=None, power=None, value=0.5):
     into = here.new_empty(here.shape, dtype=torch.long)
     shape = here.shape if size is not None else (0,)
     scale, after = (here.new_empty(shape, dtype=torch.float32) for _ in range(2))
     return into, scale, after, here.new_empty(here.shape[0], dtype=torch.int32)
 
 
-def joins(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
+def targets(units: Tensor, leaving: Tensor, patches: Tensor, here: Tensor) -> Tensor:
     """into alone, as the reference."""
     if not usable(here.device):
         return reference(units, leaving, patches, here)
     return _meet(units, *(t.contiguous() for t in (patches, here, leaving)), None, 0, None, None)[0]
 
 
-def meet(
+def assign(
     units: Tensor,
     patches: Tensor,
     here: Tensor,
     size: Tensor,
-    say: Tensor | None,
+    merge_weight: Tensor | None,
     leaving: Tensor | None,
-    score: Tensor | Worth | None,
+    score: Tensor | MergeScore | None,
     count: int,
-) -> Met | None:
-    """into, scale and size', means being weighted by `say`, by default the sizes. None where the kernel cannot run, or
-    somebody wants a gradient: then top, joins and merge.join do it one after the other (layouts/similarity.py)."""
-    worth = score if isinstance(score, Worth) else None
-    score, alike = (score, None) if not isinstance(score, Worth) else (score.seen, score.alike)
-    floats = all(t is None or t.dtype == torch.float32 for t in (score, alike, size, say))
+) -> MergeAssignment | None:
+    """Assign, weigh and count in one kernel (`merge_weight`: the sizes). None where it cannot run, or a
+    gradient is wanted: then top, targets and merge.join run in turn (layouts/similarity.py)."""
+    worth = score if isinstance(score, MergeScore) else None
+    score, alike = (score, None) if not isinstance(score, MergeScore) else (score.seen, score.alike)
+    floats = all(t is None or t.dtype == torch.float32 for t in (score, alike, size, merge_weight))
     if not usable(here.device) or not floats or torch.is_grad_enabled():
         return None
-    given = [None if t is None else t.contiguous() for t in (leaving, score, size, say, alike)]
+    given = [None if t is None else t.contiguous() for t in (leaving, score, size, merge_weight, alike)]
     into, scale, after, left = _meet(
         units,
         patches.contiguous(),
@@ -289,4 +291,4 @@ def meet(
         *given[2:],
         *(() if worth is None else (worth.power, worth.value)),
     )
-    return Met(into, scale, after, (here, left))
+    return MergeAssignment(into, scale, after, (here, left))

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""fold's two numbers of every token: what it is ranked by, and its say in the mean of those that meet. meet.py computes
-them on its way; here they are in a kernel of their own, for whoever wants to see them.
+"""fold's two numbers of a token: the score that ranks it, and its weight in the mean of a merge.
+
+merge_assign.py computes them inside its kernel; this one returns them.
 
 Shapes: B images, N slots; all [B, N] float32. seen: attention received; alike: cosine to the most similar other patch.
 
-    score = seen max(1 - alike, 1e-6)^power,   say = size max(seen, 1e-9)^value
+    score = seen max(1 - alike, 1e-6)^power,   merge_weight = size max(seen, 1e-9)^value
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .launch import tl, triton, usable
 
 
 @dataclass(frozen=True)
-class Worth:
+class MergeScore:
     """What both are made of."""
 
     seen: Tensor  # [B, N] float32
@@ -27,12 +28,12 @@ class Worth:
     value: float
 
     def numbers(self, size: Tensor) -> tuple[Tensor, Tensor]:
-        """score and say [B, N]."""
+        """score and merge_weight [B, N]."""
         return worth(self.seen, self.alike, size, self.power, self.value)
 
 
 def reference(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
-    """score and say; without `alike` a token is ranked by attention alone."""
+    """score and merge_weight; without `alike` a token is ranked by attention alone."""
     score = seen if alike is None else seen * (1 - alike.clamp(-1, 1)).clamp_min(1e-6) ** power
     return score, size * seen.clamp_min(1e-9) ** value
 
@@ -54,7 +55,7 @@ if triton is not None:
         return seen
 
     @triton.jit
-    def _say(seen, size, value, HALF: tl.constexpr):
+    def _merge_weight(seen, size, value, HALF: tl.constexpr):
         return size * _power(tl.maximum(seen, 1e-9), value, HALF)
 
     @triton.jit
@@ -63,7 +64,7 @@ if triton is not None:
         alike_pointer,
         size_pointer,
         score_pointer,
-        say_pointer,
+        merge_weight_pointer,
         cells,
         power,
         value,
@@ -80,20 +81,20 @@ if triton is not None:
             alike = tl.load(alike_pointer + cell, mask=inside, other=0.0)
         size = tl.load(size_pointer + cell, mask=inside, other=1.0)
         tl.store(score_pointer + cell, _score(seen, alike, power, LIKENESS, POWER_HALF), mask=inside)
-        tl.store(say_pointer + cell, _say(seen, size, value, VALUE_HALF), mask=inside)
+        tl.store(merge_weight_pointer + cell, _merge_weight(seen, size, value, VALUE_HALF), mask=inside)
 
 
 @torch.library.custom_op("adaptivit::worth", mutates_args=())
 def _worth(seen: Tensor, alike: Tensor | None, size: Tensor, power: float, value: float) -> tuple[Tensor, Tensor]:
-    score, say = torch.empty_like(seen), torch.empty_like(seen)
+    score, merge_weight = torch.empty_like(seen), torch.empty_like(seen)
     _worth_kernel[(triton.cdiv(seen.numel(), 512),)](
-        *(seen, seen if alike is None else alike, size, score, say, seen.numel(), power, value),
+        *(seen, seen if alike is None else alike, size, score, merge_weight, seen.numel(), power, value),
         TILE=512,
         LIKENESS=alike is not None,
         POWER_HALF=power == 0.5,
         VALUE_HALF=value == 0.5,
     )
-    return score, say
+    return score, merge_weight
 
 
 @_worth.register_fake

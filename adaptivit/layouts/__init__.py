@@ -7,27 +7,27 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import unknown
-from .base import Layout, Plan
+from .base import Layout, RowSchedule
 from .gathered import Gathered
 from .masked import Masked
 from .packed import Packed
 from .similarity import Match, Similarity
-from .triton import Ending, GatheredOnDevice, PackedOnDevice
+from .triton import GatheredOnDevice, HeadRows, PackedOnDevice
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "packed": Packed, "gathered": Gathered}
 
 __all__ = [
     "LAYOUTS",
     "Choice",
-    "Ending",
     "Gathered",
     "GatheredOnDevice",
+    "HeadRows",
     "Layout",
     "Masked",
     "Match",
     "Packed",
     "PackedOnDevice",
-    "Plan",
+    "RowSchedule",
     "Similarity",
     "choose",
 ]

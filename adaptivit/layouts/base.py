@@ -49,7 +49,7 @@ def same_count(stay: Tensor, count: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowSchedule:
     """What is settled before a pass about how `packed` runs it on a GPU (schedule.py chooses)."""
 
     moves: frozenset[int] | None = None  # blocks after which rows are moved; None: wherever tokens leave
@@ -63,7 +63,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Moments:
+class RowStats:
     """What is known of the rows for the norm to come (ops/norm_folded.py)."""
 
     values: Tensor  # [P, 2, R] mean and squared distances from it, of every `width` columns
@@ -71,14 +71,14 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Stream:
+class KernelRows:
     """A layout's rows as the fused kernels take them."""
 
     rows: Tensor  # [R, D]
     index: Tensor | None = None  # [R] where each row is to be taken from first
     count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
     expected: int = 0  # rows that are expected
-    moments: Moments | None = None  # of the rows, where they have been measured
+    moments: RowStats | None = None  # of the rows, where they have been measured
 
 
 class Layout(ABC):
@@ -86,18 +86,18 @@ class Layout(ABC):
 
     name: str
     layer = 0  # the block that runs
-    compact = True  # absent rows are not computed
-    fixed = True  # no shape depends on who is there: nobody waits for a count
-    prefix_stays = False  # the policy never lets class, distillation and register tokens go
-    live: Tensor  # [B, N] bool: has not left
-    here: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
+    drops_rows = True  # absent rows are not computed
+    static_shapes = True  # no shape depends on who is there: nobody waits for a count
+    keeps_prefix = False  # the policy never lets class, distillation and register tokens go
+    alive: Tensor  # [B, N] bool: has not left
+    active: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
     size: Tensor | None  # [B, N] size of each token where merges have made some heavier than 1
     rows: Tensor  # [R, D] of the tokens that take part
 
-    def __init__(self, x: Tensor, read: int) -> None:  # x [B, N, D]; the head reads the first `read` slots
-        self.read = read
-        self.live = self.full(x, x.shape[:2], True, torch.bool)
-        self.here = self.live
+    def __init__(self, x: Tensor, head_tokens: int) -> None:  # x [B, N, D]; the head reads the first `read` slots
+        self.head_tokens = head_tokens
+        self.alive = self.full(x, x.shape[:2], True, torch.bool)
+        self.active = self.alive
         self.size = None
         self.put(x)
 
@@ -106,9 +106,9 @@ class Layout(ABC):
         """One value everywhere, not to be written to: a layout may keep it for other passes."""
         return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
 
-    def carry_out(self, decision: Decision, when: str) -> None:
+    def apply(self, decision: Decision, when: str) -> None:
         """The one way in for a policy's answers."""
-        skipping = self.here is not self.live
+        skipping = self.active is not self.alive
         if skipping and isinstance(decision, (Drop, Merge)):
             raise ValueError(f"{type(decision).__name__} while tokens sit out a block: answer it after the block.")
         if isinstance(decision, Drop):
@@ -118,7 +118,7 @@ class Layout(ABC):
         elif isinstance(decision, Skip):
             if when != "before":
                 raise ValueError(f"Skip was answered {when} a block; tokens can sit out a block only before it.")
-            self.sit_out(decision)
+            self.skip(decision)
         elif not isinstance(decision, Keep):
             raise TypeError(f"A policy answers Keep, Drop, Skip, Merge or None; this one: {decision!r}.")
 
@@ -128,11 +128,11 @@ class Layout(ABC):
 
     @property
     def batch(self) -> int:
-        return self.live.shape[0]
+        return self.alive.shape[0]
 
     @property
     def slots(self) -> int:
-        return self.live.shape[1]
+        return self.alive.shape[1]
 
     # -- a policy's answers ----------------------------------------------------------------------------------
     @abstractmethod
@@ -140,11 +140,11 @@ class Layout(ABC):
         """Tokens leave for good."""
 
     @abstractmethod
-    def sit_out(self, decision: Skip) -> None:
-        """Tokens leave `rows` until come_back."""
+    def skip(self, decision: Skip) -> None:
+        """Tokens leave `rows` until unskip."""
 
     @abstractmethod
-    def come_back(self) -> None:
+    def unskip(self) -> None:
         """The end of a block: gates are applied, whoever sat out is back."""
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Layout(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """[R, H, d] x 3 -> [R, H, d]: weighted attention inside each image."""
 
-    def partakers(self) -> Tensor | None:
+    def active_rows(self) -> Tensor | None:
         """[R] bool: the rows that a block changes; None: all of them."""
         return None
 
@@ -166,7 +166,7 @@ class Layout(ABC):
 
     # -- what evidence and readout need ----------------------------------------------------------------------
     @abstractmethod
-    def grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         """[R, ...] -> [B, N, ...], zero where a token does not take part."""
 
     @abstractmethod
@@ -194,14 +194,14 @@ class Layout(ABC):
 
     def match(self, k: Tensor) -> Match:
         """[R, H, d] -> the same between some tokens and others, when it is asked for."""
-        return Match(self.grid(mean_key(k)))
+        return Match(self.to_grid(mean_key(k)))
 
-    def remaining(self) -> Tensor:
+    def alive_rows(self) -> Tensor:
         """[B, n, D] the tokens that have not left, in slot order, where every image has as many."""
-        n = same_count(self.live, None)
-        index = (~self.live).long().argsort(dim=-1, stable=True)[:, :n]
-        return take(self.grid(self.rows), index)
+        n = same_count(self.alive, None)
+        index = (~self.alive).long().argsort(dim=-1, stable=True)[:, :n]
+        return take(self.to_grid(self.rows), index)
 
     @abstractmethod
-    def leading(self) -> Tensor:
-        """[B, read, D] the value of the first `read` slots, the last one for those that have left."""
+    def head_rows(self) -> Tensor:
+        """[B, head_tokens, D] the value of the first `read` slots, the last one for those that have left."""

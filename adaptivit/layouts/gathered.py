@@ -21,11 +21,11 @@ from .similarity import Cosines, Match, Similarity, SimilarityOnDevice, mean_key
 class Gathered(Layout):
     name = "gathered"
 
-    def __init__(self, x: Tensor, read: int) -> None:
-        super().__init__(x, read)
+    def __init__(self, x: Tensor, head_tokens: int) -> None:
+        super().__init__(x, head_tokens)
         self.places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n]
         self._whole = True  # nobody has left: rows are the grid
-        self._parked = x[:, :read]  # [B, read, D] last values of those that left
+        self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._starts: dict[int, Tensor] = {}
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
@@ -38,28 +38,28 @@ class Gathered(Layout):
         return index
 
     def drop(self, decision: Drop) -> None:
-        stay = self.live & ~decision.leaving
-        self._park(decision.leaving if decision.zeroed else None)
-        self._select(stay, decision.count)
-        self.live = self.here = stay
+        stay = self.alive & ~decision.leaving
+        self._park(decision.leaving if decision.zero_on_exit else None)
+        self._select(stay, decision.tokens_left)
+        self.alive = self.active = stay
 
     def _park(self, zeroed: Tensor | None = None) -> None:
         """Remember the last value of tokens that leave and that the head will read, zeros for those of `zeroed`."""
-        if self.prefix_stays and self.read < self.slots:
+        if self.keeps_prefix and self.head_tokens < self.slots:
             return
-        last = self.leading()
+        last = self.head_rows()
         if zeroed is not None:
-            last = last.masked_fill((self.live & zeroed)[:, : self.read, None], 0.0)
+            last = last.masked_fill((self.alive & zeroed)[:, : self.head_tokens, None], 0.0)
         self._parked = last
 
-    def sit_out(self, decision: Skip) -> None:
+    def skip(self, decision: Skip) -> None:
         rows, places = self.rows, self.places
-        here = self.live & ~decision.sitting
-        index = self._select(here, decision.count)
+        here = self.alive & ~decision.skipped
+        index = self._select(here, decision.tokens_left)
         self._aside = (rows, places, index, decision.gate)
-        self.here = here
+        self.active = here
 
-    def come_back(self) -> None:
+    def unskip(self) -> None:
         if self._aside is None:
             return
         rows, places, index, gate = self._aside
@@ -68,21 +68,21 @@ class Gathered(Layout):
             before = take(rows, index)
             moved = before + gate.gather(1, self.places)[..., None].to(before.dtype) * (moved - before)
         self.rows = rows.scatter(1, index[..., None].expand_as(moved), moved.to(rows.dtype))
-        self.places, self.here, self._aside = places, self.live, None
+        self.places, self.active, self._aside = places, self.alive, None
 
     def merge(self, decision: Merge) -> None:
-        slot = torch.arange(self.slots, device=self.live.device)
-        into, scale = decision.into.gather(1, self.places), decision.scale.gather(1, self.places)
-        position = torch.arange(self.places.shape[1], device=self.live.device).expand_as(self.places)
-        place = torch.zeros_like(decision.into).scatter(1, self.places, position)  # [B, N] slot -> position
+        slot = torch.arange(self.slots, device=self.alive.device)
+        into, scale = decision.target.gather(1, self.places), decision.source_weight.gather(1, self.places)
+        position = torch.arange(self.places.shape[1], device=self.alive.device).expand_as(self.places)
+        place = torch.zeros_like(decision.target).scatter(1, self.places, position)  # [B, N] slot -> position
         target = torch.where(into < 0, position, place.gather(1, into.clamp_min(0)))
         moved = widened(self.rows) * (scale * (into >= 0))[..., None]
         self._park()
         met = torch.zeros_like(moved).scatter_add(1, target[..., None].expand_as(moved), moved)
         self.rows = met.to(self.rows.dtype)
-        stay = self.live & (decision.into == slot)
-        self._select(stay, decision.count)
-        self.live = self.here = stay
+        stay = self.alive & (decision.target == slot)
+        self._select(stay, decision.tokens_left)
+        self.alive = self.active = stay
         self.size = self.size if decision.size is None else decision.size
 
     def _row_weight(self) -> Tensor | None:
@@ -111,7 +111,7 @@ class Gathered(Layout):
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.places.shape[1], *values.shape[1:])
 
-    def grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         shape = self.places.shape + (1,) * (values.ndim - 2)
         out = values.new_zeros((self.batch, self.slots, *values.shape[2:]))
         return out.scatter(1, self.places.reshape(shape).expand_as(values), values)
@@ -131,7 +131,7 @@ class Gathered(Layout):
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         if not self.places.shape[1]:
-            return self.here.float()
+            return self.active.float()
         if run_on(q):
             look, weight = (
                 attention_scores.class_row if queries == "class" else attention_scores.received,
@@ -139,38 +139,38 @@ class Gathered(Layout):
             )
             flat = None if weight is None else weight.flatten()
             row = look(q.flatten(0, 1), k.flatten(0, 1), self._offsets(), self.places.shape[1], flat)
-            row = self.grid(row.view(self.places.shape))
-            return row * self.here[:, :1] if queries == "class" else row
+            row = self.to_grid(row.view(self.places.shape))
+            return row * self.active[:, :1] if queries == "class" else row
         q, k, weight = q.transpose(1, 2), k.transpose(1, 2), self._row_weight()
         if queries == "class":  # nothing is received from a class token that has left
             there = self.places[:, :1] == 0
-            return self.grid(attention.probabilities(q[:, :, :1], k, weight).mean((1, 2)) * there)
-        return self.grid(attention.probabilities(q, k, weight).mean((1, 2)))
+            return self.to_grid(attention.probabilities(q[:, :, :1], k, weight).mean((1, 2)) * there)
+        return self.to_grid(attention.probabilities(q, k, weight).mean((1, 2)))
 
     def similarity(self, k: Tensor) -> Similarity:
         if run_on(k):
-            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
+            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.active)
         image = torch.arange(self.batch, device=k.device)[:, None]
-        return Cosines([(mean_key(k), image * self.slots + self.places)], self.here)
+        return Cosines([(mean_key(k), image * self.slots + self.places)], self.active)
 
     def match(self, k: Tensor) -> Match:
         if run_on(k):
-            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.here)
+            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.active)
         return super().match(k)
 
-    def remaining(self) -> Tensor:
+    def alive_rows(self) -> Tensor:
         return self.rows
 
-    def leading(self) -> Tensor:
-        if self._whole or (self.prefix_stays and self.read < self.slots and self._aside is None):
-            return self.rows[:, : self.read]
+    def head_rows(self) -> Tensor:
+        if self._whole or (self.keeps_prefix and self.head_tokens < self.slots and self._aside is None):
+            return self.rows[:, : self.head_tokens]
         out = self._parked
         if self._aside is not None:
             out = self._put(out, self._aside[0], self._aside[1])
         return self._put(out, self.rows, self.places)
 
     def _put(self, out: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        """out [B, read, D] with those of the rows in it whose slots the head reads."""
-        place = places[:, : self.read, None].clamp_max(self.read).expand(-1, -1, out.shape[-1])
+        """out [B, head_tokens, D] with those of the rows in it whose slots the head reads."""
+        place = places[:, : self.head_tokens, None].clamp_max(self.head_tokens).expand(-1, -1, out.shape[-1])
         room = torch.cat([out, out[:, :1]], 1)  # one place more, for rows that the head does not read
-        return room.scatter(1, place, rows[:, : self.read].to(out.dtype))[:, : self.read]
+        return room.scatter(1, place, rows[:, : self.head_tokens].to(out.dtype))[:, : self.head_tokens]

@@ -17,46 +17,46 @@ from .similarity import Cosines, Similarity, SimilarityOnDevice, mean_key
 
 class Masked(Layout):
     name = "masked"
-    compact = False
+    drops_rows = False
 
-    def __init__(self, x: Tensor, read: int) -> None:
-        super().__init__(x, read)
+    def __init__(self, x: Tensor, head_tokens: int) -> None:
+        super().__init__(x, head_tokens)
         self._whole = True  # nobody has left or sits out: masks would change nothing
         self._before: tuple[Tensor, Skip] | None = None
         self._presence: Tensor | None = None  # [B, N] 0/1 with a gradient of the policy's choice
         self._own = True
 
     def drop(self, decision: Drop) -> None:
-        leaving = decision.leaving & self.live
-        self._presence, self._own = decision.weight, decision.own
-        if decision.zeroed:
+        leaving = decision.leaving & self.alive
+        self._presence, self._own = decision.key_weight, decision.self_key_grad
+        if decision.zero_on_exit:
             self.rows = self.rows.masked_fill(leaving[..., None], 0.0)
-        self.live = self.here = self.live & ~leaving
+        self.alive = self.active = self.alive & ~leaving
         self._whole = False
 
-    def sit_out(self, decision: Skip) -> None:
+    def skip(self, decision: Skip) -> None:
         self._before = (self.rows, decision)
-        self.here = self.live & ~decision.sitting
+        self.active = self.alive & ~decision.skipped
 
-    def come_back(self) -> None:
+    def unskip(self) -> None:
         if self._before is None:
             return
         before, decision = self._before
         if decision.gate is not None:
             gated = before + decision.gate[..., None].to(before.dtype) * (self.rows - before)
-            self.rows = torch.where(self.here[..., None], gated, before)
-        self.here, self._before = self.live, None
+            self.rows = torch.where(self.active[..., None], gated, before)
+        self.active, self._before = self.alive, None
 
     def merge(self, decision: Merge) -> None:
         slot = torch.arange(self.slots, device=self.rows.device)
-        nowhere = decision.into < 0
-        into = torch.where(nowhere, slot, decision.into)
-        scale = decision.scale * (self.live & ~nowhere)
+        nowhere = decision.target < 0
+        into = torch.where(nowhere, slot, decision.target)
+        scale = decision.source_weight * (self.alive & ~nowhere)
         moved = widened(self.rows) * scale[..., None]
         met = torch.zeros_like(moved).scatter_add(1, into[..., None].expand_as(moved), moved).to(self.rows.dtype)
-        self.live = self.here = self.live & (decision.into == slot)
-        self.rows = torch.where(self.live[..., None], met, self.rows)
-        self._presence, self._own = decision.weight, decision.own
+        self.alive = self.active = self.alive & (decision.target == slot)
+        self.rows = torch.where(self.alive[..., None], met, self.rows)
+        self._presence, self._own = decision.key_weight, decision.self_key_grad
         self.size = self.size if decision.size is None else decision.size
         self._whole = False
 
@@ -82,46 +82,46 @@ class Masked(Layout):
             return None
         taught = self._presence if self._presence is not None and self._presence.requires_grad else None
         if taught is None:  # without a gradient, presence is just `here`
-            return self.here if self.size is None else self.size * self.here
+            return self.active if self.size is None else self.size * self.active
         # a token that has left keeps the gradient of its weight: that tells it that it was needed
-        weight = taught if self._before is None else taught * ~self._before[1].sitting
+        weight = taught if self._before is None else taught * ~self._before[1].skipped
         return weight if self.size is None else weight * self.size
 
-    def partakers(self) -> Tensor | None:
-        return None if self._whole and self._before is None else self.here
+    def active_rows(self) -> Tensor | None:
+        return None if self._whole and self._before is None else self.active
 
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.slots, *values.shape[1:])
 
-    def grid(self, values: Tensor) -> Tensor:
-        mask = self.here.reshape(self.here.shape + (1,) * (values.ndim - 2))
+    def to_grid(self, values: Tensor) -> Tensor:
+        mask = self.active.reshape(self.active.shape + (1,) * (values.ndim - 2))
         return torch.where(mask, values, torch.zeros_like(values))
 
     def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
-        w = (self.here.float() if weight is None else weight)[..., None]
+        w = (self.active.float() if weight is None else weight)[..., None]
         return (values.float() * w).sum(1) / w.sum(1).clamp_min(1.0 if weight is None else 1e-6)
 
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
         weight = self._key_weight()
-        weight = self.here if weight is None else weight
+        weight = self.active if weight is None else weight
         out = attention.weighted(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), weight)[:, :, 0]
-        return torch.where(self.here.any(-1)[:, None, None], out, empty)
+        return torch.where(self.active.any(-1)[:, None, None], out, empty)
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if queries == "class":
             row = attention.probabilities(q[:, :, :1], k, self._key_weight())[:, :, 0].mean(1)
-            return self.grid(row * self.here[:, :1])
-        a = attention.probabilities(q, k, self._key_weight()) * self.here[:, None, :, None]
-        count = self.here.sum(-1).clamp_min(1)
-        return self.grid(a.mean(1).sum(1) / count[:, None])
+            return self.to_grid(row * self.active[:, :1])
+        a = attention.probabilities(q, k, self._key_weight()) * self.active[:, None, :, None]
+        count = self.active.sum(-1).clamp_min(1)
+        return self.to_grid(a.mean(1).sum(1) / count[:, None])
 
     def similarity(self, k: Tensor) -> Similarity:
         if k.requires_grad and run_on(k):  # training; as the reference, masked stays what PyTorch computes
-            slots = torch.arange(self.slots, device=k.device).expand(self.live.shape)
-            return SimilarityOnDevice(k.flatten(0, 1), slots, None, self.here)
-        cells = torch.arange(self.live.numel(), device=k.device).view(self.live.shape)
-        return Cosines([(mean_key(k), cells)], self.here)
+            slots = torch.arange(self.slots, device=k.device).expand(self.alive.shape)
+            return SimilarityOnDevice(k.flatten(0, 1), slots, None, self.active)
+        cells = torch.arange(self.alive.numel(), device=k.device).view(self.alive.shape)
+        return Cosines([(mean_key(k), cells)], self.active)
 
-    def leading(self) -> Tensor:
-        return self.rows[:, : self.read]
+    def head_rows(self) -> Tensor:
+        return self.rows[:, : self.head_tokens]

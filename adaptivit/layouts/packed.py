@@ -22,15 +22,15 @@ FEW = 32  # images that keep their order
 
 class Packed(Layout):
     name = "packed"
-    fixed = False
+    static_shapes = False
 
-    def __init__(self, x: Tensor, read: int) -> None:
-        super().__init__(x, read)
+    def __init__(self, x: Tensor, head_tokens: int) -> None:
+        super().__init__(x, head_tokens)
         batch, slots, width = x.shape
         self.rows = x.reshape(batch * slots, width)
         self.cells = torch.arange(batch * slots, device=x.device)  # [M]
         self.lengths = [slots] * batch  # on the host
-        self._parked = x[:, :read]  # [B, read, D] last values of those that left
+        self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, list[int], Tensor, Tensor | None] | None = None
 
     def _select(self, stay: Tensor) -> Tensor:
@@ -56,29 +56,29 @@ class Packed(Layout):
         return index
 
     def drop(self, decision: Drop) -> None:
-        stay = self.live & ~decision.leaving
-        self._park(stay, decision.zeroed)
+        stay = self.alive & ~decision.leaving
+        self._park(stay, decision.zero_on_exit)
         self._select(stay)  # a Drop's own weight is 0 or 1: the same as being here or not
-        self.live = self.here = stay
+        self.alive = self.active = stay
 
     def _park(self, stay: Tensor, zeroed: bool) -> None:
         """Remember the last value of tokens that leave and that the head will read."""
-        if self.prefix_stays and self.read < self.slots:
+        if self.keeps_prefix and self.head_tokens < self.slots:
             return
-        leaving = self.live & ~stay
-        if leaving[:, : self.read].any():
+        leaving = self.alive & ~stay
+        if leaving[:, : self.head_tokens].any():
             index = leaving.flatten()[self.cells].nonzero()[:, 0]
             last = torch.zeros_like(self.rows[index]) if zeroed else self.rows[index]
             parked = self._put(self._parked.flatten(0, 1), last, self.cells[index])
-            self._parked = parked.unflatten(0, (self.batch, self.read))
+            self._parked = parked.unflatten(0, (self.batch, self.head_tokens))
 
-    def sit_out(self, decision: Skip) -> None:
-        here = self.live & ~decision.sitting
+    def skip(self, decision: Skip) -> None:
+        here = self.alive & ~decision.skipped
         rows, cells, lengths = self.rows, self.cells, self.lengths
         self._aside = (rows, cells, lengths, self._select(here), decision.gate)
-        self.here = here
+        self.active = here
 
-    def come_back(self) -> None:
+    def unskip(self) -> None:
         if self._aside is None:
             return
         rows, cells, lengths, index, gate = self._aside
@@ -87,20 +87,20 @@ class Packed(Layout):
             before = rows[index]
             moved = before + gate.flatten()[self.cells][:, None].to(before.dtype) * (moved - before)
         self.rows = rows.index_copy(0, index, moved.to(rows.dtype))
-        self.cells, self.lengths, self.here, self._aside = cells, lengths, self.live, None
+        self.cells, self.lengths, self.active, self._aside = cells, lengths, self.alive, None
 
     def merge(self, decision: Merge) -> None:
-        batch, slots = self.live.shape
+        batch, slots = self.alive.shape
         place = torch.zeros(batch * slots, dtype=torch.long, device=self.cells.device)
         place[self.cells] = torch.arange(len(self.cells), device=self.cells.device)
-        into, scale = decision.into.flatten()[self.cells], decision.scale.flatten()[self.cells]
+        into, scale = decision.target.flatten()[self.cells], decision.source_weight.flatten()[self.cells]
         target = place[torch.where(into < 0, self.cells, self.cells // slots * slots + into)]
         moved = widened(self.rows) * (scale * (into >= 0))[:, None]
-        stay = self.live & (decision.into == torch.arange(slots, device=self.live.device))
+        stay = self.alive & (decision.target == torch.arange(slots, device=self.alive.device))
         self._park(stay, zeroed=False)
         self.rows = torch.zeros_like(moved).index_add(0, target, moved).to(self.rows.dtype)
         self._select(stay)
-        self.live = self.here = stay
+        self.alive = self.active = stay
         self.size = self.size if decision.size is None else decision.size
 
     def _buckets(self) -> Iterator[tuple[slice, int, int]]:
@@ -139,7 +139,7 @@ class Packed(Layout):
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
 
-    def grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         out = values.new_zeros((self.batch * self.slots, *values.shape[1:]))
         return out.index_copy(0, self.cells, values).unflatten(0, (self.batch, self.slots))
 
@@ -175,27 +175,27 @@ class Packed(Layout):
             else:
                 a = attention.probabilities(qb, kb, w).mean((1, 2))
             received.append(a.flatten())
-        return self.grid(torch.cat(received) if received else q.new_zeros(0, dtype=torch.float32))
+        return self.to_grid(torch.cat(received) if received else q.new_zeros(0, dtype=torch.float32))
 
     def similarity(self, k: Tensor) -> Similarity:
         keys, parts = mean_key(k), []
         for rows, images, n in self._buckets():
             parts.append((keys[rows].unflatten(0, (images, n)), self.cells[rows].reshape(images, n)))
-        return Cosines(parts, self.here)
+        return Cosines(parts, self.active)
 
-    def leading(self) -> Tensor:
-        if self.prefix_stays and self.read < self.slots and self.batch <= FEW and self._aside is None:
+    def head_rows(self) -> Tensor:
+        if self.keeps_prefix and self.head_tokens < self.slots and self.batch <= FEW and self._aside is None:
             if self.batch == 1:
-                return self.rows[None, : self.read]
+                return self.rows[None, : self.head_tokens]
             starts = torch.tensor([0, *itertools.accumulate(self.lengths[:-1])], device=self.cells.device)
-            return self.rows[starts[:, None] + torch.arange(self.read, device=self.cells.device)]
+            return self.rows[starts[:, None] + torch.arange(self.head_tokens, device=self.cells.device)]
         out = self._parked.flatten(0, 1)
         if self._aside is not None:
             out = self._put(out, self._aside[0], self._aside[1])
-        return self._put(out, self.rows, self.cells).unflatten(0, (self.batch, self.read))
+        return self._put(out, self.rows, self.cells).unflatten(0, (self.batch, self.head_tokens))
 
     def _put(self, out: Tensor, rows: Tensor, cells: Tensor) -> Tensor:
         """out [B * read, D] with those of the rows in it whose slots the head reads."""
         slot = cells % self.slots
-        index = (slot < self.read).nonzero()[:, 0]
-        return out.index_copy(0, cells[index] // self.slots * self.read + slot[index], rows[index].to(out.dtype))
+        index = (slot < self.head_tokens).nonzero()[:, 0]
+        return out.index_copy(0, cells[index] // self.slots * self.head_tokens + slot[index], rows[index].to(out.dtype))

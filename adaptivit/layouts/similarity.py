@@ -17,8 +17,8 @@ from torch import Tensor
 from ..errors import UserError
 from ..kernels import merge_assign, nearest_token
 from ..kernels.merge import join
-from ..kernels.merge_assign import Met
-from ..kernels.merge_score import Worth
+from ..kernels.merge_assign import MergeAssignment
+from ..kernels.merge_score import MergeScore
 from ..kernels.topk import top
 
 
@@ -30,7 +30,7 @@ def mean_key(k: Tensor) -> Tensor:
 class Similarity(ABC):
     """Who is most alike among the tokens of each image that take part."""
 
-    here: Tensor  # [B, N] bool: who takes part
+    active: Tensor  # [B, N] bool: who takes part
 
     @abstractmethod
     def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,58 +39,45 @@ class Similarity(ABC):
         -inf and -1 where there is none, or the token itself takes no part.
         """
 
-    def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
+    def targets(self, leaving: Tensor, patches: Tensor) -> Tensor:
         """[B, N] slot where everyone goes: leaving patches to the most similar patch that stays, -1 where there is none
         and for others that leave; whoever does not leave, to its own."""
         _, nearest = self.nearest(patches & ~leaving)
         slot = torch.arange(leaving.shape[1], device=leaving.device).expand_as(leaving)
         return torch.where(leaving, torch.where(patches, nearest, -1), slot)
 
-    def meet(
+    def assign(
         self,
         patches: Tensor,
         size: Tensor,
-        say: Tensor | None = None,
+        merge_weight: Tensor | None = None,
         *,
         leaving: Tensor | None = None,
-        score: Tensor | Worth | None = None,
+        score: Tensor | MergeScore | None = None,
         count: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """joins(), and what comes of it: the part of each in the mean, weighted by `say` (by default the sizes), and
-        the sizes after, [B, N] each. Who leaves: `leaving`, or all patches but the `count` with the highest score; a
-        Worth has a say too."""
-        met = self.folding(patches, size, say, leaving=leaving, score=score, count=count)
-        return met.into, met.scale, met.size
+    ) -> MergeAssignment:
+        """targets(), the weight of each source in the mean (`merge_weight`, by default the sizes), and the sizes after.
 
-    def folding(
-        self,
-        patches: Tensor,
-        size: Tensor,
-        say: Tensor | None = None,
-        *,
-        leaving: Tensor | None = None,
-        score: Tensor | Worth | None = None,
-        count: int = 0,
-    ) -> Met:
-        """The same, and how many are left, where that was counted on the way."""
+        `leaving` says which patches leave; or all leave but the `count` with the highest score.
+        """
         if (leaving is None) == (score is None):
             raise UserError(
                 f"meet: expected leaving, or score and count; got {'neither' if score is None else 'both'}."
             )
-        if isinstance(score, Worth) and say is not None:
-            raise UserError("meet: a Worth has a say of its own; expected no other.")
-        at_once = self._at_once(patches, size, say, leaving, score, count)
+        if isinstance(score, MergeScore) and merge_weight is not None:
+            raise UserError("meet: a MergeScore has a merge_weight of its own; expected no other.")
+        at_once = self._assign_in_kernel(patches, size, merge_weight, leaving, score, count)
         if at_once is not None:
             return at_once
-        if isinstance(score, Worth):
-            score, say = score.numbers(size)
+        if isinstance(score, MergeScore):
+            score, merge_weight = score.numbers(size)
         if score is not None:
             leaving = top(score, patches, count, rest=True)
         assert leaving is not None
-        into = self.joins(leaving, patches)
-        return Met(into, *join(into, size, self.here, say))
+        into = self.targets(leaving, patches)
+        return MergeAssignment(into, *join(into, size, self.active, merge_weight))
 
-    def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
+    def _assign_in_kernel(self, patches: Tensor, *given: Any) -> MergeAssignment | None:
         """folding() in one kernel, where there is one."""
         return None
 
@@ -100,7 +87,7 @@ class Cosines(Similarity):
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], here: Tensor) -> None:
         """parts: keys [b, n, d] and their cells [b, n] = image * N + slot; here [B, N] who takes part."""
-        self.here = here
+        self.active = here
         self.parts = []
         for keys, cells in parts:
             if keys.shape[1] == 0:
@@ -112,10 +99,10 @@ class Cosines(Similarity):
             self.parts.append((cosine.masked_fill(own, float("-inf")), cells))
 
     def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
-        slots = self.here.shape[1]
-        value = torch.full((self.here.numel(),), float("-inf"), device=self.here.device)
-        slot = torch.full((self.here.numel(),), -1, device=self.here.device)
-        allowed, here = (among & self.here).flatten(), self.here.flatten()
+        slots = self.active.shape[1]
+        value = torch.full((self.active.numel(),), float("-inf"), device=self.active.device)
+        slot = torch.full((self.active.numel(),), -1, device=self.active.device)
+        allowed, here = (among & self.active).flatten(), self.active.flatten()
         for cosine, cells in self.parts:
             best, position = cosine.masked_fill(~allowed[cells][:, None, :], float("-inf")).max(-1)
             found = (best > float("-inf")) & here[cells]
@@ -123,7 +110,7 @@ class Cosines(Similarity):
             other = torch.where(found, cells.gather(1, position) % slots, -1)
             value = value.index_copy(0, cells.flatten(), best.flatten())
             slot = slot.index_copy(0, cells.flatten(), other.flatten())
-        return value.view_as(self.here), slot.view_as(self.here)
+        return value.view_as(self.active), slot.view_as(self.active)
 
 
 class Match:
@@ -154,17 +141,17 @@ class SimilarityOnDevice(Similarity, Match):
         self, k: Tensor, index: Tensor, offsets: Tensor | None, here: Tensor, units: Tensor | None = None
     ) -> None:
         """k [R, H, d], and whose rows they are, as in ops/similar.py; or their unit vectors."""
-        self.here, self.index, self.offsets = here, index, offsets
+        self.active, self.index, self.offsets = here, index, offsets
         self.unit = nearest_token.units(k, index, offsets, *here.shape) if units is None else units
 
     def nearest(self, among: Tensor) -> tuple[Tensor, Tensor]:
-        return nearest_token.nearest(self.unit, self.index, self.offsets, among, self.here)
+        return nearest_token.nearest(self.unit, self.index, self.offsets, among, self.active)
 
-    def joins(self, leaving: Tensor, patches: Tensor) -> Tensor:
-        return merge_assign.joins(self.unit, leaving, patches, self.here)
+    def targets(self, leaving: Tensor, patches: Tensor) -> Tensor:
+        return merge_assign.targets(self.unit, leaving, patches, self.active)
 
-    def _at_once(self, patches: Tensor, *given: Any) -> Met | None:
-        return merge_assign.meet(self.unit, patches, self.here, *given)
+    def _assign_in_kernel(self, patches: Tensor, *given: Any) -> MergeAssignment | None:
+        return merge_assign.assign(self.unit, patches, self.active, *given)
 
     def match(self, a: Tensor, b: Tensor, least: int) -> tuple[Tensor, Tensor]:
-        return nearest_token.match(self.unit, a, b, self.here.shape[1], least)
+        return nearest_token.match(self.unit, a, b, self.active.shape[1], least)

@@ -19,7 +19,7 @@ from ..kernels.launch import Log2, run_on
 from ..kernels.merge import PIECE, merge
 from ..kernels.scores_and_keys import looks
 from ..kernels.unskip import back, back_measured
-from .base import Layout, Moments, Plan, Stream, same_count
+from .base import KernelRows, Layout, RowSchedule, RowStats, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
 
@@ -27,14 +27,14 @@ class PackedOnDevice(Layout):
     name = "packed"
     _held: Tensor  # [R, D] rows, moved or still to be moved
     _index: Tensor | None  # [R] where each row is now, while a move is pending
-    _moments: Moments | None  # of the rows held
+    _moments: RowStats | None  # of the rows held
     measures = False  # whether rows that meet or come back are measured, for a folded norm (folded.py)
     full = staticmethod(pack_index.filled)
 
-    def __init__(self, x: Tensor, read: int, plan: Plan | None = None) -> None:
-        super().__init__(x, read)
+    def __init__(self, x: Tensor, head_tokens: int, plan: RowSchedule | None = None) -> None:
+        super().__init__(x, head_tokens)
         batch, slots, width = x.shape
-        self.plan = Plan() if plan is None else plan
+        self.plan = RowSchedule() if plan is None else plan
         self.put(x.reshape(batch * slots, width))
         self.cells = pack_index.steps(x, batch * slots, 1)
         self.place = self.cells
@@ -44,7 +44,7 @@ class PackedOnDevice(Layout):
         self._moved = False  # rows are not where the grid has them
         self._sizes: Log2 | None = None  # of the rows as they are
         self._known: tuple[Tensor, Tensor] | None = None  # who is here [B, N], and the same for every row [R]
-        self._parked = x[:, :read]  # [B, read, D] last values of those that left
+        self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
 
     @property
@@ -52,15 +52,15 @@ class PackedOnDevice(Layout):
         """[R, D] where they belong, though the move may still be pending."""
         return self._held if self._index is None else self._held[self._index]
 
-    def put(self, rows: Tensor, moments: Moments | None = None) -> None:
+    def put(self, rows: Tensor, moments: RowStats | None = None) -> None:
         self._held, self._moments = rows, moments
         self._index = None
 
-    def stream(self) -> Stream:
+    def kernel_rows(self) -> KernelRows:
         """The rows for the fused kernels (fused.py)."""
         expected = self.plan.expected(self.layer, self.batch * self.slots)
         count = self.offsets[-1:] if self._counted else None
-        return Stream(self._held, self._index, count, expected, self._moments)
+        return KernelRows(self._held, self._index, count, expected, self._moments)
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None]:
@@ -88,31 +88,31 @@ class PackedOnDevice(Layout):
         self._known = self._sizes = None
 
     def drop(self, decision: Drop) -> None:
-        stay = self.live > decision.leaving if decision.stays is None else decision.stays  # in one kernel, or none
-        self._park(decision.leaving if decision.zeroed else None)
-        self.live = self.here = stay
+        stay = self.alive > decision.leaving if decision.staying is None else decision.staying  # in one kernel, or none
+        self._park(decision.leaving if decision.zero_on_exit else None)
+        self.alive = self.active = stay
         if self.plan.moves_after(self.layer):
-            self._select(stay, decision.count)
+            self._select(stay, decision.tokens_left)
         else:
             self._thin = True
 
     def _park(self, zeroed: Tensor | None = None) -> None:
         """Remember the last value of tokens that leave and that the head will read, zeros for those of `zeroed`."""
-        if self.prefix_stays and self.read < self.slots:
+        if self.keeps_prefix and self.head_tokens < self.slots:
             return
-        last = self.leading()
+        last = self.head_rows()
         if zeroed is not None:
-            last = last.masked_fill((self.live & zeroed)[:, : self.read, None], 0.0)
+            last = last.masked_fill((self.alive & zeroed)[:, : self.head_tokens, None], 0.0)
         self._parked = last
 
-    def sit_out(self, decision: Skip) -> None:
-        here = self.live & ~decision.sitting
+    def skip(self, decision: Skip) -> None:
+        here = self.alive & ~decision.skipped
         kind = (self._counted, self._thin, self._moved)
         self._aside = (self.rows, self.cells, self.place, self.offsets, kind, decision.gate)
-        self._select(here, decision.count)
-        self.here = here
+        self._select(here, decision.tokens_left)
+        self.active = here
 
-    def come_back(self) -> None:
+    def unskip(self) -> None:
         if self._aside is None:
             return
         rows, cells, place, offsets, kind, gate = self._aside
@@ -120,24 +120,31 @@ class PackedOnDevice(Layout):
         given = (rows, cells, self.rows, self.place, gate, count)
         if self.measures:
             made, moments = back_measured(*given)
-            self.put(made, Moments(moments, made.shape[1]))
+            self.put(made, RowStats(moments, made.shape[1]))
         else:
             self.put(back(*given))
         self.cells, self.place, self.offsets = cells, place, offsets
         self._known = self._sizes = None
         self._counted, self._thin, self._moved = kind
-        self.here, self._aside = self.live, None
+        self.active, self._aside = self.alive, None
 
     def merge(self, decision: Merge) -> None:
-        stay = self.live & (decision.into == torch.arange(self.slots, device=self.live.device))
+        stay = self.alive & (decision.target == torch.arange(self.slots, device=self.alive.device))
         self._park()
         size = self.size if decision.size is None else decision.size
-        given, room = (self.live, decision.into, decision.scale, self.place), self._room(stay, decision.count)
-        left = None if decision.left is None or decision.left[0] is not self.live else decision.left[1]
+        given, room = (
+            (self.alive, decision.target, decision.source_weight, self.place),
+            self._room(stay, decision.tokens_left),
+        )
+        left = (
+            None
+            if decision.left_counts is None or decision.left_counts[0] is not self.alive
+            else decision.left_counts[1]
+        )
         merged, values, weight = merge(self.rows, *given, room, size, self.measures, left)
         rows, stay, self.place, self.cells, self.offsets = merged
-        self.put(rows, None if values is None else Moments(values, PIECE))
-        self.live = self.here = stay
+        self.put(rows, None if values is None else RowStats(values, PIECE))
+        self.alive = self.active = stay
         self._counted = self._moved = True
         self._thin = False
         self.size = size
@@ -153,9 +160,9 @@ class PackedOnDevice(Layout):
             return None
         if self._sizes is not None and not self._thin:
             return self._sizes
-        if self.size is None and self._known is not None and self._known[0] is self.here:
+        if self.size is None and self._known is not None and self._known[0] is self.active:
             return self._known[1]
-        weight = self.here if self.size is None else self.size * self.here if self._thin else self.size
+        weight = self.active if self.size is None else self.size * self.active if self._thin else self.size
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -164,60 +171,62 @@ class PackedOnDevice(Layout):
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
 
-    def grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         if self._moved:
             values = values[self.place.clamp_min(0)]
         values = values.unflatten(0, (self.batch, self.slots))
         if not (self._moved or self._thin):
             return values
-        mask = self.here.reshape(self.here.shape + (1,) * (values.ndim - 2))
+        mask = self.active.reshape(self.active.shape + (1,) * (values.ndim - 2))
         return torch.where(mask, values, 0)
 
     def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
-        w = (self.here.float() if weight is None else weight * self.here)[..., None]
-        return (self.grid(values).float() * w).sum(1) / w.sum(1).clamp_min(1.0 if weight is None else 1e-6)
+        w = (self.active.float() if weight is None else weight * self.active)[..., None]
+        return (self.to_grid(values).float() * w).sum(1) / w.sum(1).clamp_min(1.0 if weight is None else 1e-6)
 
     def _grid_weight(self) -> Tensor:
-        return self.here.float() if self.size is None else self.size * self.here
+        return self.active.float() if self.size is None else self.size * self.active
 
     def query(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
-        k, v = (self.grid(t).transpose(1, 2) for t in (k, v))
+        k, v = (self.to_grid(t).transpose(1, 2) for t in (k, v))
         out = attention.weighted(q[:, :, None], k, v, self._grid_weight())[:, :, 0]
-        return torch.where(self.here.any(-1)[:, None, None], out, empty)
+        return torch.where(self.active.any(-1)[:, None, None], out, empty)
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
         look = attention_scores.class_row if queries == "class" else attention_scores.received
-        there = self.here[:, :1] if queries == "class" else None
-        row = self.grid(look(q, k, self.offsets, self.longest, self._row_weight()))
+        there = self.active[:, :1] if queries == "class" else None
+        row = self.to_grid(look(q, k, self.offsets, self.longest, self._row_weight()))
         return row if there is None else row * there
 
     def similarity(self, k: Tensor) -> Similarity:
-        return SimilarityOnDevice(k, self.cells, self.offsets, self.here)
+        return SimilarityOnDevice(k, self.cells, self.offsets, self.active)
 
     def class_row_and_similarity(self, q: Tensor, k: Tensor) -> tuple[Tensor, Similarity]:
         if not run_on(q) or not self.longest:
             return super().class_row_and_similarity(q, k)
         row, units = looks(q, k, self.cells, self.offsets, self.longest, self._row_weight(), self.slots)
-        return self.grid(row) * self.here[:, :1], SimilarityOnDevice(k, self.cells, self.offsets, self.here, units)
+        return self.to_grid(row) * self.active[:, :1], SimilarityOnDevice(
+            k, self.cells, self.offsets, self.active, units
+        )
 
     def match(self, k: Tensor) -> Match:
-        return SimilarityOnDevice(k, self.cells, self.offsets, self.here)
+        return SimilarityOnDevice(k, self.cells, self.offsets, self.active)
 
-    def leading(self) -> Tensor:
+    def head_rows(self) -> Tensor:
         now = self._first(self._held, self._index, self.place)
         if self._aside is not None:
             rows, _, place, *_ = self._aside
             before = self._first(rows, None, place)
-            now = torch.where(self.here[:, : self.read, None], now, before)
-        if self.prefix_stays and self.read < self.slots:
+            now = torch.where(self.active[:, : self.head_tokens, None], now, before)
+        if self.keeps_prefix and self.head_tokens < self.slots:
             return now
-        return torch.where(self.live[:, : self.read, None], now, self._parked.to(now.dtype))
+        return torch.where(self.alive[:, : self.head_tokens, None], now, self._parked.to(now.dtype))
 
     def _first(self, held: Tensor, index: Tensor | None, place: Tensor) -> Tensor:
-        """[B, read, D] the first slots' rows; anything for those that have none."""
+        """[B, head_tokens, D] the first slots' rows; anything for those that have none."""
         if not len(held if index is None else index):
-            return held.new_zeros(self.batch, self.read, held.shape[1])
-        place = place.view(self.batch, self.slots)[:, : self.read].clamp_min(0)
+            return held.new_zeros(self.batch, self.head_tokens, held.shape[1])
+        place = place.view(self.batch, self.slots)[:, : self.head_tokens].clamp_min(0)
         return held[place if index is None else index[place]]
 
 
@@ -233,8 +242,8 @@ class GatheredOnDevice(PackedOnDevice):
     def _room(self, stay: Tensor, count: int | None) -> int | None:
         return same_count(stay, count)
 
-    def stream(self) -> Stream:
-        return Stream(self._held, self._index, expected=len(self.cells), moments=self._moments)
+    def kernel_rows(self) -> KernelRows:
+        return KernelRows(self._held, self._index, expected=len(self.cells), moments=self._moments)
 
     def _typical(self) -> int:
         return self.longest
@@ -247,11 +256,11 @@ class GatheredOnDevice(PackedOnDevice):
         return super().attend(q, k, v) if self.longest else v
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
-        return super().attention_rows(q, k, queries) if self.longest else self.here.float()
+        return super().attention_rows(q, k, queries) if self.longest else self.active.float()
 
-    def grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         if self.longest:
-            return super().grid(values)
+            return super().to_grid(values)
         return values.new_zeros(self.batch, self.slots, *values.shape[1:])
 
     def expand(self, values: Tensor) -> Tensor:
@@ -264,24 +273,24 @@ class GatheredOnDevice(PackedOnDevice):
         w = self._each(weight.flatten()[self.cells])[..., None]
         return (values * w).sum(1) / w.sum(1).clamp_min(1e-6)
 
-    def remaining(self) -> Tensor:
+    def alive_rows(self) -> Tensor:
         return self._each(self.rows)
 
 
-class Ending(GatheredOnDevice):
+class HeadRows(GatheredOnDevice):
     """What the head reads of another layout, when nothing else is asked for any more: for the last MLP, on any device.
 
     rows are [B * read, D].
     """
 
     def __init__(self, of: Layout) -> None:
-        self.name, self.layer, self.read = of.name, of.layer, of.read
-        self.live = self.here = of.live
+        self.name, self.layer, self.head_tokens = of.name, of.layer, of.head_tokens
+        self.alive = self.active = of.alive
         self.size = self._aside = None
-        self.put(of.leading().flatten(0, 1).contiguous())
+        self.put(of.head_rows().flatten(0, 1).contiguous())
 
-    def stream(self) -> Stream:
-        return Stream(self._held, expected=len(self._held))
+    def kernel_rows(self) -> KernelRows:
+        return KernelRows(self._held, expected=len(self._held))
 
-    def leading(self) -> Tensor:
-        return self._held.unflatten(0, (self.batch, self.read))
+    def head_rows(self) -> Tensor:
+        return self._held.unflatten(0, (self.batch, self.head_tokens))

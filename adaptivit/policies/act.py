@@ -22,7 +22,7 @@ from .halting import Halting
 from .settings import ACTSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 @dataclass
@@ -42,16 +42,16 @@ class ACT(Policy):
         nn.init.trunc_normal_(self.gate.weight, std=0.02)
         nn.init.constant_(self.gate.bias, settings.bias)
 
-    def start(self, view: View) -> State:
-        halts = torch.ones_like(view.present[:, :1])
-        return State(Halting(halts, 1.0, self.settings.eps, self.settings.tau), view.present.shape[1])
+    def start(self, ctx: BlockContext) -> State:
+        halts = torch.ones_like(ctx.present[:, :1])
+        return State(Halting(halts, 1.0, self.settings.eps, self.settings.tau), ctx.present.shape[1])
 
-    def after(self, view: View, state: State) -> Decision:
-        logit = view.apply_to_images(self.gate, view.image().to(self.gate.weight.dtype)).float()
-        logit = logit if view.shift is None else logit + view.shift
-        full, mass = state.halting.step(torch.sigmoid(logit), view.layer + 1, view.last, surplus=view.surplus)
-        share = mass.expand(view.present.shape)
-        return Keep(share=share) if view.last else Drop(full.expand(view.present.shape), share=share)
+    def after(self, ctx: BlockContext, state: State) -> Decision:
+        logit = ctx.apply_to_images(self.gate, ctx.image().to(self.gate.weight.dtype)).float()
+        logit = logit if ctx.shift is None else logit + ctx.shift
+        full, mass = state.halting.step(torch.sigmoid(logit), ctx.layer + 1, ctx.last, surplus=ctx.over_limit)
+        share = mass.expand(ctx.present.shape)
+        return Keep(readout_weight=share) if ctx.last else Drop(full.expand(ctx.present.shape), readout_weight=share)
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return 0.0, float(row_macs(self.gate))

@@ -38,7 +38,7 @@ from .halting import Halting
 from .settings import AHTSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
     from ..model import AdaptiveViT
 
 
@@ -85,8 +85,8 @@ class State:
 
 
 class AHT(Policy):
-    """Facts: those of Halting, and with ask=('plan',) or an acting plan: plan [S, B, N], planned [S, B, N] bool,
-    stages [S]; with ask=('features',) what the supervisors read, [supervised blocks, B, N]."""
+    """Facts: those of Halting, and with aux=('plan',) or an acting plan: plan [S, B, N], planned [S, B, N] bool,
+    stages [S]; with aux=('features',) what the supervisors read, [supervised blocks, B, N]."""
 
     dial = "shift"
     quiet_end = True
@@ -100,7 +100,7 @@ class AHT(Policy):
         if bad:
             raise UserError(f"stages: expected block numbers in 1..{shape.layers}, got {bad[0]}.")
         attention = settings.feature in ("received", "class_row", "worth")
-        if not attention and settings.index >= (shape.dim if settings.feature == "residual" else shape.hidden):
+        if not attention and settings.index >= (shape.dim if settings.feature == "residual" else shape.mlp_dim):
             raise UserError(f"index: expected less than the width of the feature, got {settings.index}.")
         if settings.spare >= shape.layers:
             raise UserError(f"spare: expected less than {shape.layers}, the number of blocks, got {settings.spare}.")
@@ -114,11 +114,11 @@ class AHT(Policy):
                 "planner_context=class."
             )
         self.evidence_index = settings.index
-        self.prefix_stays = settings.class_token == "stays"
+        self.keeps_prefix = settings.class_token == "stays"
         self.quiet_end = shape.layers not in stages  # else a planner sees every token there
         self.full_blocks = min(self.supervised, default=shape.layers - 1) + 1
         self.early = settings.decide == "between"
-        self.offers = frozenset({"plan", "features"}) if stages else frozenset({"features"})
+        self.optional_aux = frozenset({"plan", "features"}) if stages else frozenset({"features"})
         many = () if settings.gate == "shared" else (shape.layers,)
         self.gamma = nn.Parameter(torch.full(many, float(settings.gamma)), requires_grad=settings.learn_gate)
         self.beta = nn.Parameter(torch.full(many, float(settings.beta)), requires_grad=settings.learn_gate)
@@ -145,26 +145,26 @@ class AHT(Policy):
         acts = self.settings.plan_weight > 0 and str(layer + 1) in self.planners
         return (float(row_macs(self.planners[str(layer + 1)])), 0.0) if acts else (0.0, 0.0)
 
-    def start(self, view: View) -> State:
-        halts = torch.ones_like(view.present)
+    def start(self, ctx: BlockContext) -> State:
+        halts = torch.ones_like(ctx.present)
         if self.settings.class_token == "stays":
-            halts[:, : self.shape.prefix] = False
-        settings, shift, device = self.settings, view.shift, halts.device
+            halts[:, : self.shape.num_prefix_tokens] = False
+        settings, shift, device = self.settings, ctx.shift, halts.device
         if self.training and settings.sample:
             high, low = self.shifts.unbind()  # type: ignore[operator]
             shift = draw(len(halts), lambda images: low + (high - low) * torch.rand(images, 1, device=device))
-        halting = Halting(halts, settings.threshold, settings.eps, settings.tau, view.full)
+        halting = Halting(halts, settings.threshold, settings.eps, settings.tau, ctx.cached_full)
         return State(halting, torch.ones(halts.shape, device=device), shift)
 
-    def inside(self, view: View, state: State) -> Gate | None:
+    def inside(self, ctx: BlockContext, state: State) -> Gate | None:
         """The paper's supervisor: it reads fc1 and nothing else, and the token leaves by being dropped."""
         settings, halting = self.settings, state.halting
         paper = (settings.feature, settings.decide, settings.leave) == ("fc1", "after", "drop")
-        more = settings.relative > 0 or settings.plan_weight > 0 or view.limited or type(self)._score is not AHT._score
-        if not paper or more or view.last or not self.decides(view.layer) or torch.is_grad_enabled():
+        more = settings.relative > 0 or settings.plan_weight > 0 or ctx.limited or type(self)._score is not AHT._score
+        if not paper or more or ctx.last or not self.decides(ctx.layer) or torch.is_grad_enabled():
             return None
-        prefix = self.shape.prefix if settings.class_token == "stays" else 0
-        gamma, beta = self._gate_of(view.layer)
+        prefix = self.shape.num_prefix_tokens if settings.class_token == "stays" else 0
+        gamma, beta = self._gate_of(ctx.layer)
         level = settings.threshold - settings.eps
         return Gate(gamma, beta, state.shift, level, prefix, halting.cumulative, halting.going)
 
@@ -173,64 +173,66 @@ class AHT(Policy):
         gamma, beta = (p if p.ndim == 0 else p[block] for p in (self.gamma, self.beta))
         return gamma, beta
 
-    def between(self, view: View, state: State) -> Decision | None:
-        return self._decide(view, state) if self.settings.decide == "between" and not view.last else None
+    def between(self, ctx: BlockContext, state: State) -> Decision | None:
+        return self._decide(ctx, state) if self.settings.decide == "between" and not ctx.last else None
 
-    def after(self, view: View, state: State) -> Decision | None:
-        settings, layer, halting = self.settings, view.layer + 1, state.halting
-        if str(layer) in self.planners and (settings.plan_weight > 0 or "plan" in view.asked):
+    def after(self, ctx: BlockContext, state: State) -> Decision | None:
+        settings, layer, halting = self.settings, ctx.layer + 1, state.halting
+        if str(layer) in self.planners and (settings.plan_weight > 0 or "plan" in ctx.aux):
             # the planner sees whoever entered this layer, those that halt in it included (Listing 1.1, line 31)
             part = "policy" if settings.plan_weight > 0 else "asked"
-            over = view.present.float()
+            over = ctx.present.float()
             if settings.planner_context == "class":
                 over = over * (torch.arange(over.shape[1], device=over.device) == 0)
-            state.plan = view.apply(self.planners[str(layer)], over, part=part)
+            state.plan = ctx.apply(self.planners[str(layer)], over, part=part)
             state.plans.append(state.plan)
-            state.planned.append(view.present & halting.halts)
-        return self._decide(view, state) if settings.decide == "after" or view.last else None
+            state.planned.append(ctx.present & halting.halts)
+        return self._decide(ctx, state) if settings.decide == "after" or ctx.last else None
 
-    def _decide(self, view: View, state: State) -> Decision:
-        settings, layer, halting = self.settings, view.layer + 1, state.halting
-        spared = not self.decides(view.layer)
-        decided = view.found.get("decided")
+    def _decide(self, ctx: BlockContext, state: State) -> Decision:
+        settings, layer, halting = self.settings, ctx.layer + 1, state.halting
+        spared = not self.decides(ctx.layer)
+        decided = ctx.evidence.get("decided")
         if decided is None:
-            surplus = None if spared else view.surplus
-            score, margin = self._score(view, state)
-            full, mass = halting.step(score, layer, view.last, surplus=surplus, margin=margin)
+            surplus = None if spared else ctx.over_limit
+            score, margin = self._score(ctx, state)
+            full, mass = halting.step(score, layer, ctx.last, surplus=surplus, margin=margin)
         else:
-            if "features" in view.asked:
-                state.features.append(self._feature(view))
+            if "features" in ctx.aux:
+                state.features.append(self._feature(ctx))
             full, mass = halting.take(decided, layer)
         share = mass if settings.class_token == "mean_field" else None
         if spared:
-            return Keep(share=share)
+            return Keep(readout_weight=share)
         weight = halting.presence[-1] if settings.straight_through else None
         if settings.leave == "drop":
             stays = None if decided is None else decided.going
-            return Drop(full, weight=weight, zeroed=settings.halted == "zeroed", share=share, stays=stays)
-        say = None
-        if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to say in a mean
-            say = state.size * view.found["class_row"].clamp_min(1e-9) ** 0.5
-        merge = fold(full, view.patches, state.size, view.found["similarity"], say)
+            return Drop(
+                full, key_weight=weight, zero_on_exit=settings.halted == "zeroed", readout_weight=share, staying=stays
+            )
+        merge_weight = None
+        if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to merge_weight in a mean
+            merge_weight = state.size * ctx.evidence["class_row"].clamp_min(1e-9) ** 0.5
+        merge = fold(full, ctx.patches, state.size, ctx.evidence["similarity"], merge_weight)
         assert merge.size is not None
         state.size = merge.size
-        return replace(merge, weight=weight, share=share)
+        return replace(merge, key_weight=weight, readout_weight=share)
 
-    def _score(self, view: View, state: State) -> tuple[Tensor, Tensor | None]:
+    def _score(self, ctx: BlockContext, state: State) -> tuple[Tensor, Tensor | None]:
         """[B, N] h of this layer, 0 where nobody halts yet; and with slope=logit by how much gamma f + ... is above
         what would just halt the token, in units of f."""
-        settings, number, spent = self.settings, view.layer, state.halting.cumulative
+        settings, number, spent = self.settings, ctx.layer, state.halting.cumulative
         if not self.decides(number):
             return torch.zeros_like(spent), None
         gamma, beta = (value.float() for value in self._gate_of(number))
-        feature = self._feature(view)
+        feature = self._feature(ctx)
         if settings.relative > 0:
-            feature = feature - settings.relative * _mean_of(feature, view.patches)
-        if "features" in view.asked:
+            feature = feature - settings.relative * _mean_of(feature, ctx.patches)
+        if "features" in ctx.aux:
             state.features.append(feature)
         logit = gamma * feature + beta
         if settings.plan_weight > 0 and state.plan is not None:
-            logit = logit + settings.plan_weight * (self._held_against(view, state.plan) - state.plan)
+            logit = logit + settings.plan_weight * (self._held_against(ctx, state.plan) - state.plan)
         logit = logit if state.shift is None else logit + state.shift
         margin = None
         if settings.slope == "logit" and torch.is_grad_enabled():  # it is for the gradient alone
@@ -238,25 +240,25 @@ class AHT(Policy):
             margin = (logit - torch.logit(missing)) / gamma.detach().abs().clamp_min(1e-3)
         return torch.sigmoid(logit), margin
 
-    def _held_against(self, view: View, plan: Tensor) -> Tensor | int:
+    def _held_against(self, ctx: BlockContext, plan: Tensor) -> Tensor | int:
         """The depth at which a plan says neither stay nor leave: this layer, or the mean of the image [B, 1]."""
         if self.settings.plan_against == "layer":
-            return view.layer + 1
-        return _mean_of(plan, view.patches)
+            return ctx.layer + 1
+        return _mean_of(plan, ctx.patches)
 
-    def _feature(self, view: View) -> Tensor:
+    def _feature(self, ctx: BlockContext) -> Tensor:
         """[B, N] what the supervisor reads."""
         name = self.settings.feature
         if name == "worth":
-            alike, _ = view.found["similarity"].nearest(view.patches)
+            alike, _ = ctx.evidence["similarity"].nearest(ctx.patches)
             distance = (1 - alike.clamp(-1, 1)).clamp_min(1e-6)
-            count = view.present.sum(-1, keepdim=True)
-            return -0.5 * ((view.found["class_row"].clamp_min(1e-6) ** 2) * count * distance).log()
+            count = ctx.present.sum(-1, keepdim=True)
+            return -0.5 * ((ctx.evidence["class_row"].clamp_min(1e-6) ** 2) * count * distance).log()
         if name == "residual":
-            return view.element(self.settings.index)
+            return ctx.channel(self.settings.index)
         if name in ("fc1", "gelu"):
-            return view.found[name]
-        return -(view.found[name] * view.present.sum(-1, keepdim=True)).clamp_min(1e-6).log()
+            return ctx.evidence[name]
+        return -(ctx.evidence[name] * ctx.present.sum(-1, keepdim=True)).clamp_min(1e-6).log()
 
     def facts(self, state: State) -> dict[str, Tensor]:
         facts = state.halting.facts()
@@ -309,7 +311,7 @@ class AHT(Policy):
             for _ in range(12):
                 keep = (fewest + most) / 2
                 for _ in range(3):  # who leaves a layer changes what the next ones see
-                    self._keeping(keep, model(images, ask={"features"}).trace, offset)
+                    self._keeping(keep, model(images, aux={"features"}).trace, offset)
                     self.beta.copy_(offset)
                 fewest, most = (fewest, keep) if above(goal, not there) else (keep, most)
         beta = found(goal, by_depth=not there)
@@ -324,7 +326,7 @@ class AHT(Policy):
     def _keeping(self, keep: float, trace: Trace, offset: Tensor) -> None:
         """Set gamma, and the offset of beta, of each layer so that a share `keep` of the patches that enter it stays
         (all images taken together), and gamma f has the deviation that the setting gamma asks for."""
-        prefix, settings = self.shape.prefix, self.settings
+        prefix, settings = self.shape.num_prefix_tokens, self.settings
         enough = math.log((settings.threshold - settings.eps) / max(1 - settings.threshold + settings.eps, 1e-3))
         for block, values in zip(self.supervised, trace.facts["features"], strict=True):
             feature = values[:, prefix:][trace.attended[block, :, prefix:]]

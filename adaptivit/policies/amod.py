@@ -19,11 +19,11 @@ from ..backbones.timm_vit import Shape
 from ..decision import Skip
 from ..errors import UserError
 from .base import Policy
-from .mod import routed_blocks, sit_out
+from .mod import routed_blocks, skip
 from .settings import AMoDSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 @dataclass
@@ -34,7 +34,7 @@ class State:
 class AMoD(Policy):
     equal = equal_in_training = True
     dial = "capacity"
-    prefix_stays = quiet_end = True
+    keeps_prefix = quiet_end = True
 
     def __init__(self, settings: AMoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -49,17 +49,17 @@ class AMoD(Policy):
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({"received"}) if layer in self.looked else frozenset()
 
-    def start(self, view: View) -> State:
+    def start(self, ctx: BlockContext) -> State:
         return State()
 
-    def before(self, view: View, state: State) -> Skip | None:
-        if view.layer not in self.blocks:
+    def before(self, ctx: BlockContext, state: State) -> Skip | None:
+        if ctx.layer not in self.blocks:
             return None
         assert state.received is not None
-        view.note(state.received, view.layer)
+        ctx.record_scores(state.received, ctx.layer)
         gate = state.received if self.settings.multiply else None
-        return sit_out(state.received.detach(), view, self.settings.capacity, gate)
+        return skip(state.received.detach(), ctx, self.settings.capacity, gate)
 
-    def between(self, view: View, state: State) -> None:
-        if view.layer in self.looked:
-            state.received = view.found["received"]
+    def between(self, ctx: BlockContext, state: State) -> None:
+        if ctx.layer in self.looked:
+            state.received = ctx.evidence["received"]

@@ -25,7 +25,7 @@ from .halting import Halting
 from .settings import AViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 @dataclass
@@ -36,22 +36,22 @@ class State:
 
 
 class AViT(Policy):
-    """Facts: those of Halting, and with ask=('raw_scores',): raw_scores [L, B, N], the scores before the last layer's
+    """Facts: those of Halting, and with aux=('raw_scores',): raw_scores [L, B, N], the scores before the last layer's
     override and with those of halted rows, as the public code computes them (for the prior in its reference form)."""
 
-    offers = frozenset({"raw_scores"})
+    optional_aux = frozenset({"raw_scores"})
     dial = "shift"
 
     def __init__(self, settings: AViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         if settings.index >= shape.dim:
             raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
-        if settings.finish_with_class and shape.read == shape.tokens:
+        if settings.finish_with_class and shape.head_tokens == shape.tokens:
             raise UserError("finish_with_class: the head of this backbone does not read a class token alone.")
-        self.leaders = shape.read if settings.finish_with_class else 0
+        self.leaders = shape.head_tokens if settings.finish_with_class else 0
         self.networks = nn.ModuleList()
         if settings.gate == "network":  # Sec. 4.3: an extra two-layer network a layer
-            self.offers = frozenset()
+            self.optional_aux = frozenset()
             self.networks = nn.ModuleList(self._network(shape.dim) for _ in range(shape.layers))
 
     def _network(self, dim: int) -> nn.Module:
@@ -60,33 +60,33 @@ class AViT(Policy):
         return nn.Sequential(nn.Linear(dim, dim // 2), nn.GELU(), out)
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        ghost = frozenset({"ghost"}) if "raw_scores" in asked & self.offers else frozenset()
+        halted_row = frozenset({"halted_row"}) if "raw_scores" in asked & self.optional_aux else frozenset()
         folds = self.settings.leave == "fold" and layer < self.shape.layers - 1
-        return ghost | {"similarity"} if folds else ghost
+        return halted_row | {"similarity"} if folds else halted_row
 
-    def start(self, view: View) -> State:
-        halting = Halting(torch.ones_like(view.present), 1.0, self.settings.eps, self.settings.tau)
+    def start(self, ctx: BlockContext) -> State:
+        halting = Halting(torch.ones_like(ctx.present), 1.0, self.settings.eps, self.settings.tau)
         return State(halting, torch.ones_like(halting.cumulative))
 
-    def after(self, view: View, state: State) -> Decision:
+    def after(self, ctx: BlockContext, state: State) -> Decision:
         settings, halting = self.settings, state.halting
         if settings.gate == "network":
-            logit = view.apply(self.networks[view.layer])[..., 0].float()
-            score = torch.sigmoid(logit if view.shift is None else logit + view.shift)
+            logit = ctx.apply(self.networks[ctx.layer])[..., 0].float()
+            score = torch.sigmoid(logit if ctx.shift is None else logit + ctx.shift)
         else:
-            score = self._score(view.element(settings.index), view.shift)
-        if "raw_scores" in view.asked & self.offers:
-            ghost = self._score(view.found["ghost"][:, settings.index, None].float(), view.shift)
-            state.raw.append(torch.where(halting.going, score, ghost))
-        full, mass = halting.step(score, view.layer + 1, view.last, self.leaders, view.surplus)
-        if view.last:
-            return Keep(share=mass)
+            score = self._score(ctx.channel(settings.index), ctx.shift)
+        if "raw_scores" in ctx.aux & self.optional_aux:
+            halted_row = self._score(ctx.evidence["halted_row"][:, settings.index, None].float(), ctx.shift)
+            state.raw.append(torch.where(halting.going, score, halted_row))
+        full, mass = halting.step(score, ctx.layer + 1, ctx.last, self.leaders, ctx.over_limit)
+        if ctx.last:
+            return Keep(readout_weight=mass)
         if settings.leave == "drop":
-            return Drop(full, zeroed=True, share=mass)
-        merge = fold(full, view.patches, state.size, view.found["similarity"])
+            return Drop(full, zero_on_exit=True, readout_weight=mass)
+        merge = fold(full, ctx.patches, state.size, ctx.evidence["similarity"])
         assert merge.size is not None
         state.size = merge.size
-        return replace(merge, share=mass)
+        return replace(merge, readout_weight=mass)
 
     def _score(self, element: Tensor, shift: Tensor | None) -> Tensor:
         logit = self.settings.gate_scale * element - self.settings.gate_center

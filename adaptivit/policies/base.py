@@ -14,7 +14,7 @@ from ..decision import Decision
 from ..kernels.halting_gate import Gate
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
     from ..model import AdaptiveViT
 
 
@@ -24,21 +24,21 @@ class Policy(nn.Module):
     Nothing of a forward pass may stay on the module: keep it in the `state` that `start` returns.
     """
 
-    offers: frozenset[str] = frozenset()  # facts it can be asked for though they do not act
+    optional_aux: frozenset[str] = frozenset()  # facts it can be asked for though they do not act
     equal = False  # it keeps equally many tokens in every image, in evaluation mode: `gathered` can run it
     equal_in_training = False  # and in training mode too, with no gradient through those that left
     pools_remaining = False  # a pooling head reads the tokens that are left, not the last value of every token
-    prefix_stays = False  # class, distillation and register tokens never leave
+    keeps_prefix = False  # class, distillation and register tokens never leave
     # after the last attention it does not look at patches and answers None or Keep: where the head does not read them
     # either, they are not taken through the last MLP (forward.py). Not inherited
     quiet_end = False
     evidence_gradient = False  # whether attention and keys that it looks at carry a gradient
     evidence_index = 0  # the element of fc1 that the evidence "fc1" and "gelu" reads
-    # what a budget turns (calibrate.py): "shift" where the policy heeds view.shift, which is added to the logit of
+    # what a budget turns (calibrate.py): "shift" where the policy heeds ctx.shift, which is added to the logit of
     # leaving, so that more is cheaper; or the setting that fixes how many tokens stay; None: it cannot be dialled
     dial: str | None = None
     full_blocks = 1  # so many first blocks run with every token, whatever max_macs is
-    early = False  # it heeds view.surplus between attention and MLP, and its own modules run behind that
+    early = False  # it heeds ctx.over_limit between attention and MLP, and its own modules run behind that
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -57,24 +57,24 @@ class Policy(nn.Module):
         """
         return frozenset()
 
-    def start(self, view: View) -> Any:
+    def start(self, ctx: BlockContext) -> Any:
         """A fresh state for one forward pass."""
         return None
 
-    def inside(self, view: View, state: Any) -> Gate | None:
+    def inside(self, ctx: BlockContext, state: Any) -> Gate | None:
         """Asked before a block: what fc1 has to know to decide on its way who halts, where it can (fused.py). after()
-        then finds the answer in view.found["decided"], a Decided. None: after() decides itself."""
+        then finds the answer in ctx.evidence["decided"], a Decided. None: after() decides itself."""
         return None
 
-    def before(self, view: View, state: Any) -> Decision | None:
+    def before(self, ctx: BlockContext, state: Any) -> Decision | None:
         """Asked before a block."""
         return None
 
-    def between(self, view: View, state: Any) -> Decision | None:
+    def between(self, ctx: BlockContext, state: Any) -> Decision | None:
         """Asked between attention and MLP."""
         return None
 
-    def after(self, view: View, state: Any) -> Decision | None:
+    def after(self, ctx: BlockContext, state: Any) -> Decision | None:
         """Asked after a block."""
         return None
 
@@ -87,7 +87,7 @@ class Policy(nn.Module):
 
     def positions(self) -> tuple[float, float]:
         """Of a dial that fixes counts: the dearest and the cheapest position. For a share: all patches, and one."""
-        return 1.0, 0.5 / max(self.shape.tokens - self.shape.prefix, 1)
+        return 1.0, 0.5 / max(self.shape.tokens - self.shape.num_prefix_tokens, 1)
 
     def turned(self, position: float) -> Policy:
         """This policy, its parameters shared, with such a dial elsewhere; for evaluation."""
@@ -98,12 +98,12 @@ class Policy(nn.Module):
         return other
 
     def decides(self, layer: int) -> bool:
-        """Whether it heeds view.surplus in this block: after the first full_blocks, in every one but the last."""
+        """Whether it heeds ctx.over_limit in this block: after the first full_blocks, in every one but the last."""
         return True
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float] | None:
         """MACs a present token and MACs an image that its own modules spend in this block, for max_macs. A policy that
-        says so also heeds view.surplus. None: it does not, and max_macs is refused or held by its dial."""
+        says so also heeds ctx.over_limit. None: it does not, and max_macs is refused or held by its dial."""
         return None
 
     def calibrate(self, model: AdaptiveViT, images: Tensor, share: float | None = None) -> str | None:

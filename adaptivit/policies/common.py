@@ -31,19 +31,21 @@ def thirds(layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, layers * q // 4) for q in (1, 2, 3)}))
 
 
-def join(into: Tensor, size: Tensor, present: Tensor, say: Tensor | None = None) -> Merge:
+def join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | None = None) -> Merge:
     """Tokens meet where `into` [B, N] says (-1: nowhere): rows become means and sizes add.
 
-    The means are weighted by `say` [B, N], by default the sizes.
+    The means are weighted by `merge_weight` [B, N], by default the sizes.
     """
-    scale, size = merge.join(into, size, present, say)
+    scale, size = merge.join(into, size, present, merge_weight)
     return Merge(into, scale, size)
 
 
-def fold(leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity, say: Tensor | None = None) -> Merge:
-    """Every leaving patch joins the most similar one that stays; `size` [B, N] are the sizes so far, `say` as in join.
+def fold(
+    leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity, merge_weight: Tensor | None = None
+) -> Merge:
+    """Merge every leaving patch into the most similar one that stays; `size` [B, N] are the sizes so far.
 
-    Whoever is no patch, or finds none that stays, leaves and joins nobody.
+    Tokens without a target leave and contribute nothing. `merge_weight` as in join.
     """
-    met = similarity.folding(patches, size, say, leaving=leaving)
-    return Merge(met.into, met.scale, met.size, left=met.left)
+    met = similarity.assign(patches, size, merge_weight, leaving=leaving)
+    return Merge(met.target, met.source_weight, met.size, left_counts=met.left_counts)

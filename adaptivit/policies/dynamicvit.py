@@ -27,7 +27,7 @@ from .common import check_blocks, fold, thirds, top
 from .settings import DynamicViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 class Predictor(nn.Module):
@@ -70,7 +70,7 @@ class DynamicViT(Policy):
 
     equal = True
     dial = "keep"
-    prefix_stays = quiet_end = True
+    keeps_prefix = quiet_end = True
 
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -92,41 +92,43 @@ class DynamicViT(Policy):
         folds = self.settings.leave == "fold" and layer + 1 in self.stages
         return frozenset({"similarity"}) if folds else frozenset()
 
-    def start(self, view: View) -> State:
-        return State(view.patches.float(), torch.ones_like(view.present, dtype=torch.float32))
+    def start(self, ctx: BlockContext) -> State:
+        return State(ctx.patches.float(), torch.ones_like(ctx.present, dtype=torch.float32))
 
-    def after(self, view: View, state: State) -> None:
-        state.similarity = view.found.get("similarity")
+    def after(self, ctx: BlockContext, state: State) -> None:
+        state.similarity = ctx.evidence.get("similarity")
 
-    def before(self, view: View, state: State) -> Decision | None:
-        if view.layer not in self.stages:
+    def before(self, ctx: BlockContext, state: State) -> Decision | None:
+        if ctx.layer not in self.stages:
             return None
-        stage = self.stages.index(view.layer)
-        log_p = view.apply(self.score_predictor[stage], over=state.decision)  # [B, N, 2]
-        patches, total = view.patches, view.present.shape[1] - self.shape.prefix
+        stage = self.stages.index(ctx.layer)
+        log_p = ctx.apply(self.score_predictor[stage], over=state.decision)  # [B, N, 2]
+        patches, total = ctx.patches, ctx.present.shape[1] - self.shape.num_prefix_tokens
         state.scores.append(log_p[..., 0].detach())
-        view.note(log_p[..., 0], view.layer)
+        ctx.record_scores(log_p[..., 0], ctx.layer)
         weight, count = None, None
         if self.training:
             drawn = hard_gumbel(log_p)[..., 0]
             state.decision = torch.where(patches, drawn, torch.ones_like(drawn)) * state.decision
             leaving = patches & (state.decision.detach() < 0.5)
-            weight = torch.where(self._prefix(view), torch.ones_like(drawn), state.decision)
+            weight = torch.where(self._prefix(ctx), torch.ones_like(drawn), state.decision)
         else:
-            count = min(max(1, int(self.ratios[stage] * total)), int(state.decision.shape[1]) - self.shape.prefix)
+            count = min(
+                max(1, int(self.ratios[stage] * total)), int(state.decision.shape[1]) - self.shape.num_prefix_tokens
+            )
             leaving = top(log_p[..., 0], patches, count, rest=True)
             state.decision = (patches & ~leaving).float()
-            count += self.shape.prefix
+            count += self.shape.num_prefix_tokens
         state.kept.append(state.decision.sum(-1) / total)
         if self.settings.leave == "drop":
-            return Drop(leaving, weight=weight, own=False, count=count)
+            return Drop(leaving, key_weight=weight, self_key_grad=False, tokens_left=count)
         merge = fold(leaving, patches, state.size, state.similarity)
         assert merge.size is not None
         state.size = merge.size
-        return replace(merge, weight=weight, own=False, count=count)
+        return replace(merge, key_weight=weight, self_key_grad=False, tokens_left=count)
 
-    def _prefix(self, view: View) -> Tensor:
-        return torch.arange(view.present.shape[1], device=view.present.device) < self.shape.prefix
+    def _prefix(self, ctx: BlockContext) -> Tensor:
+        return torch.arange(ctx.present.shape[1], device=ctx.present.device) < self.shape.num_prefix_tokens
 
     def facts(self, state: State) -> dict[str, Tensor]:
         return {

@@ -22,7 +22,7 @@ from .common import check_blocks, thirds, top
 from .settings import EViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 class EViT(Policy):
@@ -31,7 +31,7 @@ class EViT(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
-    prefix_stays = quiet_end = True
+    keeps_prefix = quiet_end = True
     evidence_gradient = True  # the fused patch is a sum with attention as weights
 
     def __init__(self, settings: EViTSettings, shape: Shape) -> None:
@@ -52,25 +52,25 @@ class EViT(Policy):
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({"class_row"}) if layer in self.stages else frozenset()
 
-    def start(self, view: View) -> list[int]:
-        return [view.present.shape[1] - self.shape.prefix]
+    def start(self, ctx: BlockContext) -> list[int]:
+        return [ctx.present.shape[1] - self.shape.num_prefix_tokens]
 
-    def between(self, view: View, state: list[int]) -> Decision | None:
-        if view.layer not in self.stages:
+    def between(self, ctx: BlockContext, state: list[int]) -> Decision | None:
+        if ctx.layer not in self.stages:
             return None
         keep = self.keep_now if self.training else self.settings.keep
         before, after = state[-1], math.ceil(keep * state[-1])
         if after >= before:
             return None
-        score, patches = view.found["class_row"], view.patches
-        view.note(score, view.layer + 1)
+        score, patches = ctx.evidence["class_row"], ctx.patches
+        ctx.record_scores(score, ctx.layer + 1)
         leaving = top(score, patches, after, rest=True)
         if not self.settings.fuse:
             state.append(after)
-            return Drop(leaving, count=after + self.shape.prefix)
+            return Drop(leaving, tokens_left=after + self.shape.num_prefix_tokens)
         state.append(after + 1)
         seat = score.masked_fill(~leaving, float("-inf")).argmax(-1, keepdim=True)  # the fused patch sits there
         slot = torch.arange(leaving.shape[1], device=leaving.device)
         into = torch.where(leaving, seat, slot)
         scale = torch.where(leaving, score, torch.ones_like(score))
-        return Merge(into, scale, count=after + 1 + self.shape.prefix)
+        return Merge(into, scale, tokens_left=after + 1 + self.shape.num_prefix_tokens)

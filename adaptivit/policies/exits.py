@@ -7,7 +7,7 @@ Shapes: B images, N slots, L layers 1..L, C classes. No parameters.
                  head reads) from the block before <= threshold                        (A-ViT's Table 2; MSE form)
 
 With patience p the rule must hold p blocks in a row. Trained with the mean of the exits' cross-entropies: with
-ask=('exits',) every exit speaks and nobody leaves.
+aux=('exits',) every exit speaks and nobody leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..errors import UserError
 from .base import Policy
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 _TINY = 1e-30
 
@@ -40,38 +40,38 @@ class State:
 
 
 class Exits(Policy):
-    """What both rules share. Facts with ask=('exits',): exits [L, B, C]."""
+    """What both rules share. Facts with aux=('exits',): exits [L, B, C]."""
 
-    offers = frozenset({"exits"})
+    optional_aux = frozenset({"exits"})
     dial = "shift"
 
     def __init__(self, settings: Any, shape: Shape) -> None:
         super().__init__(settings, shape)
-        if not shape.heads_out:
+        if not shape.num_classifiers:
             raise UserError("Exits need a backbone with a classifier; this one has num_classes = 0.")
 
-    def start(self, view: View) -> State:
-        return State(torch.zeros(view.present.shape[0], dtype=torch.long, device=view.present.device))
+    def start(self, ctx: BlockContext) -> State:
+        return State(torch.zeros(ctx.present.shape[0], dtype=torch.long, device=ctx.present.device))
 
-    def after(self, view: View, state: State) -> Drop | None:
-        asked = "exits" in view.asked
+    def after(self, ctx: BlockContext, state: State) -> Drop | None:
+        asked = "exits" in ctx.aux
         if asked:
-            state.exits.append(view.logits("asked"))
+            state.exits.append(ctx.logits("asked"))
             return None
-        if view.last:
+        if ctx.last:
             return None
-        holds = self._holds(view, state)
+        holds = self._holds(ctx, state)
         state.row = torch.where(holds, state.row + 1, torch.zeros_like(state.row))
         leaves = (state.row >= self.settings.patience)[:, None]
-        forced = view.surplus(~leaves, torch.zeros_like(leaves))
-        return Drop((leaves if forced is None else leaves | forced) & view.present)
+        forced = ctx.over_limit(~leaves, torch.zeros_like(leaves))
+        return Drop((leaves if forced is None else leaves | forced) & ctx.present)
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
         asks = getattr(self.settings, "of", "logits") == "logits" and layer < self.shape.layers - 1
         return 0.0, costs.head if asks else 0.0
 
     @abstractmethod
-    def _holds(self, view: View, state: State) -> Tensor:
+    def _holds(self, ctx: BlockContext, state: State) -> Tensor:
         """[B] bool: whether the rule holds after this block. A shift acts on log-odds, and on the log of a change."""
 
     def facts(self, state: State) -> dict[str, Tensor]:
@@ -79,23 +79,23 @@ class Exits(Policy):
 
 
 class Confidence(Exits):
-    def _holds(self, view: View, state: State) -> Tensor:
-        logits, threshold = view.logits().float(), self.settings.threshold
-        if view.shift is None:
+    def _holds(self, ctx: BlockContext, state: State) -> Tensor:
+        logits, threshold = ctx.logits().float(), self.settings.threshold
+        if ctx.shift is None:
             return logits.softmax(-1).amax(-1) >= threshold
         first, others = logits.max(-1), torch.arange(logits.shape[-1], device=logits.device)
         rest = logits.masked_fill(others == first.indices[:, None], float("-inf")).logsumexp(-1)
         bar = min(threshold, 1 - 1e-6)
-        return first.values - rest + view.shift[:, 0] >= math.log(bar / (1 - bar))
+        return first.values - rest + ctx.shift[:, 0] >= math.log(bar / (1 - bar))
 
 
 class SimilarityExit(Exits):
-    def _holds(self, view: View, state: State) -> Tensor:
-        now = view.logits().float() if self.settings.of == "logits" else view.image()
+    def _holds(self, ctx: BlockContext, state: State) -> Tensor:
+        now = ctx.logits().float() if self.settings.of == "logits" else ctx.image()
         before, state.before = state.before, now
         if before is None:
             return torch.zeros_like(state.row, dtype=torch.bool)
         change, threshold = (now - before).pow(2).mean(-1), self.settings.threshold
-        if view.shift is None:
+        if ctx.shift is None:
             return change <= threshold
-        return change.clamp_min(_TINY).log() <= math.log(max(threshold, _TINY)) + view.shift[:, 0]
+        return change.clamp_min(_TINY).log() <= math.log(max(threshold, _TINY)) + ctx.shift[:, 0]

@@ -26,13 +26,13 @@ from ..backbones.timm_vit import Shape
 from ..cost import CostModel
 from ..decision import Merge
 from ..errors import UserError
-from ..kernels.merge_score import Worth
+from ..kernels.merge_score import MergeScore
 from .base import Policy
 from .common import check_blocks
 from .settings import FoldSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Fold(Policy):
     equal = equal_in_training = True
     dial = "keep"
     pools_remaining = True
-    prefix_stays = quiet_end = True
+    keeps_prefix = quiet_end = True
 
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -70,29 +70,35 @@ class Fold(Policy):
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({self.look, "similarity"}) if layer in self.stages else frozenset()
 
-    def start(self, view: View) -> State:
-        size = torch.ones_like(view.present, dtype=torch.float32)
-        tokens = view.present.shape[1]
+    def start(self, ctx: BlockContext) -> State:
+        size = torch.ones_like(ctx.present, dtype=torch.float32)
+        tokens = ctx.present.shape[1]
         return State(self._known.get(tokens) or self._counts(tokens), size)
 
     def _counts(self, tokens: int) -> tuple[int, ...]:
         settings, shape = self.settings, self.shape
         if settings.budget is None:
-            return patches_left(tokens - shape.prefix, self.stages, shape.layers, settings.keep)
+            return patches_left(tokens - shape.num_prefix_tokens, self.stages, shape.layers, settings.keep)
         return patches_within(shape, tokens, self.stages, self.look, settings.budget)
 
-    def between(self, view: View, state: State) -> Merge | None:
-        patches, count = view.patches, state.counts[view.layer]
-        if view.layer not in self.stages or count == (state.counts[view.layer - 1] if view.layer else -1):
+    def between(self, ctx: BlockContext, state: State) -> Merge | None:
+        patches, count = ctx.patches, state.counts[ctx.layer]
+        if ctx.layer not in self.stages or count == (state.counts[ctx.layer - 1] if ctx.layer else -1):
             return None
-        similarity, settings = view.found["similarity"], self.settings
+        similarity, settings = ctx.evidence["similarity"], self.settings
         alike = similarity.nearest(patches)[0] if settings.power else None
-        worth = Worth(view.found[self.look], alike, settings.power, settings.value)
-        if "keep_scores" in view.asked:
-            view.note(worth.numbers(state.size)[0], view.layer + 1)
-        met = similarity.folding(patches, state.size, score=worth, count=count)
+        worth = MergeScore(ctx.evidence[self.look], alike, settings.power, settings.value)
+        if "keep_scores" in ctx.aux:
+            ctx.record_scores(worth.numbers(state.size)[0], ctx.layer + 1)
+        met = similarity.assign(patches, state.size, score=worth, count=count)
         state.size = met.size
-        return Merge(met.into, met.scale, met.size, count=count + self.shape.prefix, left=met.left)
+        return Merge(
+            met.target,
+            met.source_weight,
+            met.size,
+            tokens_left=count + self.shape.num_prefix_tokens,
+            left_counts=met.left_counts,
+        )
 
 
 def patches_left(patches: int, stages: frozenset[int], layers: int, keep: float) -> tuple[int, ...]:
@@ -107,9 +113,9 @@ def patches_left(patches: int, stages: frozenset[int], layers: int, keep: float)
 def macs(shape: Shape, tokens: int, stages: frozenset[int], look: str, left: tuple[int, ...]) -> float:
     """What an image costs with so many patches after each block, evidence and similarity included."""
     costs = CostModel(shape, tokens)
-    updated = torch.tensor([[float(n + shape.prefix)] for n in left], dtype=torch.float64)
+    updated = torch.tensor([[float(n + shape.num_prefix_tokens)] for n in left], dtype=torch.float64)
     attended = torch.cat([updated.new_tensor([[float(tokens)]]), updated[:-1]])
-    pooled = left[-1] + shape.prefix if shape.read == shape.tokens else tokens
+    pooled = left[-1] + shape.num_prefix_tokens if shape.head_tokens == shape.tokens else tokens
     total = costs.embedding + costs.head_over(pooled) + float(costs.blocks(attended, updated))
     for layer in stages:
         total += float(sum(costs.evidence(name, attended[layer]) for name in (look, "similarity")))
@@ -123,9 +129,9 @@ def patches_within(shape: Shape, tokens: int, stages: frozenset[int], look: str,
     low, high = 0.0, 1.0
     for _ in range(40):
         keep = (low + high) / 2
-        left = patches_left(tokens - shape.prefix, stages, shape.layers, keep)
+        left = patches_left(tokens - shape.num_prefix_tokens, stages, shape.layers, keep)
         low, high = (keep, high) if macs(shape, tokens, stages, look, left) <= allowed else (low, keep)
-    left = patches_left(tokens - shape.prefix, stages, shape.layers, low)
+    left = patches_left(tokens - shape.num_prefix_tokens, stages, shape.layers, low)
     least = macs(shape, tokens, stages, look, left)
     if least > allowed:
         raise UserError(f"budget: these stages cannot cost less than {least / allowed * budget:.3f} of static's MACs.")

@@ -26,7 +26,7 @@ class Halting:
     threshold: float
     eps: float
     tau: float  # width of the soft step whose slope is the straight-through gradient
-    full: Callable[..., Tensor] | None = None  # View.full: what nobody writes to
+    full: Callable[..., Tensor] | None = None  # BlockContext.cached_full: what nobody writes to
     cumulative: Tensor = field(init=False)  # [B, N] c
     going: Tensor = field(init=False)  # [B, N] bool: has not halted
     halt: Tensor = field(init=False)  # [B, N] long: N, 0 while going
@@ -57,7 +57,7 @@ class Halting:
         """Layer `layer` (1-based) has been computed: add its score [B, N].
 
         Returns who halts now [B, N] bool, and the halting mass p_l [B, N]. With `leaders`, an image ends when its
-        first so many tokens have halted. `surplus` is View.surplus: whoever has to leave halts now. `margin` [B, N] is
+        first so many tokens have halted. `surplus`: BlockContext.over_limit: what must leave halts. `margin` [B, N] is
         by how much this score is more than what was missing, in a unit of the caller's: the gradient then follows it.
         """
         score = torch.ones_like(score) if last else score  # h_L := 1

@@ -24,7 +24,7 @@ from .common import check_blocks, top
 from .settings import MoDSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 def routed_blocks(blocks: tuple[int, ...] | None, first: int, layers: int) -> tuple[int, ...]:
@@ -34,17 +34,17 @@ def routed_blocks(blocks: tuple[int, ...] | None, first: int, layers: int) -> tu
     return chosen
 
 
-def sit_out(score: Tensor, view: View, capacity: float, gate: Tensor | None = None) -> Skip:
+def skip(score: Tensor, ctx: BlockContext, capacity: float, gate: Tensor | None = None) -> Skip:
     """The answer of a routed block: the ceil(C N) best take part, prefix tokens first."""
-    prefix, slots = view.shape.prefix, view.present.shape[1]
+    prefix, slots = ctx.shape.num_prefix_tokens, ctx.present.shape[1]
     count = max(math.ceil(capacity * slots), prefix)
-    return Skip(top(score, view.patches, count - prefix, rest=True), gate=gate, count=count)
+    return Skip(top(score, ctx.patches, count - prefix, rest=True), gate=gate, tokens_left=count)
 
 
 class MoD(Policy):
     equal = equal_in_training = True
     dial = "capacity"
-    prefix_stays = quiet_end = True
+    keeps_prefix = quiet_end = True
 
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
@@ -58,10 +58,10 @@ class MoD(Policy):
             return last
         return nn.Sequential(nn.Linear(dim, dim), nn.GELU(), last)
 
-    def before(self, view: View, state: None) -> Skip | None:
-        if str(view.layer) not in self.routers:
+    def before(self, ctx: BlockContext, state: None) -> Skip | None:
+        if str(ctx.layer) not in self.routers:
             return None
-        score = view.apply(self.routers[str(view.layer)])[..., 0].float()
-        view.note(score, view.layer)
+        score = ctx.apply(self.routers[str(ctx.layer)])[..., 0].float()
+        ctx.record_scores(score, ctx.layer)
         gate = {"raw": score, "sigmoid": torch.sigmoid(score), "none": None}[self.settings.gate]
-        return sit_out(score.detach(), view, self.settings.capacity, gate)
+        return skip(score.detach(), ctx, self.settings.capacity, gate)

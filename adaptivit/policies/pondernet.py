@@ -6,7 +6,7 @@ Shapes: B images, N slots, L layers 1..L, C classes. The unit is the image, or e
     p_l = lambda_l prod_{j<l} (1 - lambda_j), the rest at L
     stop at the first l with p_1 + ... + p_l >= u                   u = 0.5, or drawn from a seed, for all images alike
 
-Loss: sum_l p_l CE(y_l) + beta KL(p || geometric(prior)) over the exits y_l of the model's own head; with ask=('exits',)
+Loss: sum_l p_l CE(y_l) + beta KL(p || geometric(prior)) over the exits y_l of the model's own head; with aux=('exits',)
 every exit speaks and the class token (in image mode the image) goes on to the end.
 """
 
@@ -26,7 +26,7 @@ from .base import Policy
 from .settings import PonderNetSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 @dataclass
@@ -41,53 +41,53 @@ class State:
 class PonderNet(Policy):
     """Facts: chance [L, B, U] = p_l (U = 1 for images, N for tokens), log_prior [L]; with ask: exits [L, B, C]."""
 
-    offers = frozenset({"exits"})
+    optional_aux = frozenset({"exits"})
     dial = "shift"
 
     def __init__(self, settings: PonderNetSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         if settings.index >= shape.dim:
             raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
-        if settings.unit == "token" and shape.read == shape.tokens:
+        if settings.unit == "token" and shape.head_tokens == shape.tokens:
             raise UserError("unit: 'token' needs a head that reads a class token, whose chance weighs the exits.")
 
     def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def start(self, view: View) -> State:
-        batch, slots = view.present.shape
+    def start(self, ctx: BlockContext) -> State:
+        batch, slots = ctx.present.shape
         units = slots if self.settings.unit == "token" else 1
         bar = torch.full((1, units), 0.5)
         if self.settings.sample is not None:
             bar = torch.rand(1, units, generator=torch.Generator().manual_seed(self.settings.sample))
-        ones = torch.ones(batch, units, device=view.present.device)
+        ones = torch.ones(batch, units, device=ctx.present.device)
         return State(bar.to(ones.device), ones, ones > 0)
 
-    def after(self, view: View, state: State) -> Drop | None:
-        settings, asked, token = self.settings, "exits" in view.asked, self.settings.unit == "token"
-        element = view.element(settings.index) if token else view.image()[:, settings.index : settings.index + 1]
+    def after(self, ctx: BlockContext, state: State) -> Drop | None:
+        settings, asked, token = self.settings, "exits" in ctx.aux, self.settings.unit == "token"
+        element = ctx.channel(settings.index) if token else ctx.image()[:, settings.index : settings.index + 1]
         logit = settings.gate_scale * element - settings.gate_center
-        chance = torch.sigmoid(logit if view.shift is None else logit + view.shift)
-        chance = torch.ones_like(chance) if view.last else chance
+        chance = torch.sigmoid(logit if ctx.shift is None else logit + ctx.shift)
+        chance = torch.ones_like(chance) if ctx.last else chance
         chance = torch.where(state.going, chance, torch.zeros_like(chance))
         state.chance.append(chance * state.survived)
         state.survived = state.survived * (1 - chance)
         if asked:
-            state.exits.append(view.logits("asked"))
-        if view.last:
+            state.exits.append(ctx.logits("asked"))
+        if ctx.last:
             return None
         stop = state.going & (1 - state.survived.detach() >= state.bar)
         if asked:  # every exit is wanted: whoever is read goes on
-            stop = stop & (torch.arange(stop.shape[1], device=stop.device) >= max(self.shape.prefix, 1))
+            stop = stop & (torch.arange(stop.shape[1], device=stop.device) >= max(self.shape.num_prefix_tokens, 1))
         elif token:  # once those that the head reads have stopped, the image is done
-            stop = state.going & (stop | ~(state.going & ~stop)[:, : self.shape.read].any(-1, keepdim=True))
-        forced = view.surplus(state.going & ~stop, 1 - state.survived.detach())
+            stop = state.going & (stop | ~(state.going & ~stop)[:, : self.shape.head_tokens].any(-1, keepdim=True))
+        forced = ctx.over_limit(state.going & ~stop, 1 - state.survived.detach())
         stop = stop if forced is None else stop | forced
         # what is left of the chance of those that stop now is paid here, so that it sums to 1
         state.chance[-1] = state.chance[-1] + torch.where(stop, state.survived, torch.zeros_like(state.survived))
         state.survived = torch.where(stop, torch.zeros_like(state.survived), state.survived)
         state.going = state.going & ~stop
-        return Drop(stop.expand(view.present.shape) & view.present)
+        return Drop(stop.expand(ctx.present.shape) & ctx.present)
 
     def facts(self, state: State) -> dict[str, Tensor]:
         layers = torch.arange(len(state.chance), device=state.bar.device)

@@ -12,7 +12,7 @@ from .base import Policy
 from .settings import ReplaySettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 class Replay(Policy):
@@ -35,27 +35,27 @@ class Replay(Policy):
         self.pools_remaining = trace.pooled == "remaining"
         leaving = [getattr(s.decision, "leaving", None) for s in trace.steps if not isinstance(s.decision, Skip)]
         moving = any(isinstance(s.decision, Merge) for s in trace.steps)
-        prefix = max(trace.prefix, shape.prefix)
-        self.prefix_stays = not moving and not any(m is not None and bool(m[:, :prefix].any()) for m in leaving)
+        prefix = max(trace.num_prefix_tokens, shape.num_prefix_tokens)
+        self.keeps_prefix = not moving and not any(m is not None and bool(m[:, :prefix].any()) for m in leaving)
         self.quiet_end = isinstance(self.answers.get((shape.layers - 1, "after"), Keep()), Keep)
         self.grid = tuple(trace.attended.shape[1:])
         self.device = trace.attended.device
 
-    def start(self, view: View) -> None:
-        if tuple(view.present.shape) != self.grid:
+    def start(self, ctx: BlockContext) -> None:
+        if tuple(ctx.present.shape) != self.grid:
             raise UserError(
                 f"replay: the trace was recorded for {self.grid[0]} images of {self.grid[1]} tokens, "
-                f"this batch has {view.present.shape[0]} of {view.present.shape[1]}."
+                f"this batch has {ctx.present.shape[0]} of {ctx.present.shape[1]}."
             )
-        if view.present.device != self.device:  # moved once
-            self.device = view.present.device
+        if ctx.present.device != self.device:  # moved once
+            self.device = ctx.present.device
             self.answers = {place: detached(answer, self.device) for place, answer in self.answers.items()}
 
-    def before(self, view: View, state: None) -> Decision | None:
-        return self.answers.get((view.layer, "before"))
+    def before(self, ctx: BlockContext, state: None) -> Decision | None:
+        return self.answers.get((ctx.layer, "before"))
 
-    def between(self, view: View, state: None) -> Decision | None:
-        return self.answers.get((view.layer, "between"))
+    def between(self, ctx: BlockContext, state: None) -> Decision | None:
+        return self.answers.get((ctx.layer, "between"))
 
-    def after(self, view: View, state: None) -> Decision | None:
-        return self.answers.get((view.layer, "after"))
+    def after(self, ctx: BlockContext, state: None) -> Decision | None:
+        return self.answers.get((ctx.layer, "after"))

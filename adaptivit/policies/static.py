@@ -19,7 +19,7 @@ from .base import Policy
 from .settings import StaticSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 class Static(Policy):
@@ -36,7 +36,7 @@ class Static(Policy):
         if depth is not None and depth > shape.layers:
             raise UserError(f"depth: expected at most the backbone's {shape.layers} blocks, got {depth}.")
         self.depth = depth or shape.layers
-        self.prefix_stays = self.depth == shape.layers and type(self).quiet_end
+        self.keeps_prefix = self.depth == shape.layers and type(self).quiet_end
 
     def positions(self) -> tuple[float, float]:
         return float(self.shape.layers), 1.0
@@ -44,12 +44,12 @@ class Static(Policy):
     def turned(self, position: float) -> Static:
         other = copy.copy(self)
         other.depth = int(position)
-        other.prefix_stays = other.depth == self.shape.layers and type(self).quiet_end
+        other.keeps_prefix = other.depth == self.shape.layers and type(self).quiet_end
         return other
 
-    def after(self, view: View, state: None) -> Drop | None:
-        if view.layer + 1 == self.depth and not view.last:
-            return Drop(torch.ones_like(view.present), count=0)
+    def after(self, ctx: BlockContext, state: None) -> Drop | None:
+        if ctx.layer + 1 == self.depth and not ctx.last:
+            return Drop(torch.ones_like(ctx.present), tokens_left=0)
         return None
 
 

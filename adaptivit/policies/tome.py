@@ -27,7 +27,7 @@ from .common import join
 from .settings import ToMeSettings
 
 if TYPE_CHECKING:
-    from ..forward import View
+    from ..forward import BlockContext
 
 
 def schedule(r: tuple[int, ...] | int, inflection: float, layers: int) -> list[int]:
@@ -51,14 +51,14 @@ class State:
 class ToMe(Policy):
     equal = equal_in_training = True
     dial = "r"
-    pools_remaining = prefix_stays = quiet_end = True
+    pools_remaining = keeps_prefix = quiet_end = True
 
     def __init__(self, settings: ToMeSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         self.r = schedule(settings.r, settings.inflection, shape.layers)
 
     def positions(self) -> tuple[float, float]:
-        return 0.0, (self.shape.tokens - self.shape.prefix) / 2
+        return 0.0, (self.shape.tokens - self.shape.num_prefix_tokens) / 2
 
     def turned(self, position: float) -> ToMe:
         """r on average, which need not be whole: the schedule of the settings (even where they merge nothing)
@@ -73,24 +73,24 @@ class ToMe(Policy):
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         return frozenset({"match"}) if self.r[layer] > 0 else frozenset()
 
-    def start(self, view: View) -> State:
-        slots = torch.arange(view.present.shape[1], device=view.present.device)
-        return State(slots.expand(view.present.shape), torch.ones_like(view.present, dtype=torch.float32))
+    def start(self, ctx: BlockContext) -> State:
+        slots = torch.arange(ctx.present.shape[1], device=ctx.present.device)
+        return State(slots.expand(ctx.present.shape), torch.ones_like(ctx.present, dtype=torch.float32))
 
-    def between(self, view: View, state: State) -> Merge | None:
-        order, prefix = state.order, self.shape.prefix
+    def between(self, ctx: BlockContext, state: State) -> Merge | None:
+        order, prefix = state.order, self.shape.num_prefix_tokens
         n = order.shape[1]
-        r = min(self.r[view.layer], (n - prefix) // 2)
+        r = min(self.r[ctx.layer], (n - prefix) // 2)
         if r <= 0:
             return None
         a, b = order[:, ::2], order[:, 1::2]  # slots
-        best, partner = view.found["match"].match(a, b, prefix)
-        view.spend(float(a.shape[1] * b.shape[1] * (self.shape.attention_dim // self.shape.heads)))
-        if "keep_scores" in view.asked:
-            unranked = torch.full(view.present.shape, float("nan"), device=best.device)
-            view.note(unranked.scatter(1, a, -best.float()), view.layer + 1)
-        into, state.order = pairs(best, partner, order, view.present, r, prefix)
-        merge = join(into, state.size, view.present)
+        best, partner = ctx.evidence["match"].match(a, b, prefix)
+        ctx.add_macs(float(a.shape[1] * b.shape[1] * (self.shape.attention_dim // self.shape.heads)))
+        if "keep_scores" in ctx.aux:
+            unranked = torch.full(ctx.present.shape, float("nan"), device=best.device)
+            ctx.record_scores(unranked.scatter(1, a, -best.float()), ctx.layer + 1)
+        into, state.order = pairs(best, partner, order, ctx.present, r, prefix)
+        merge = join(into, state.size, ctx.present)
         assert merge.size is not None
         state.size = merge.size
-        return replace(merge, size=merge.size if self.settings.prop_attn else None, count=n - r)
+        return replace(merge, size=merge.size if self.settings.prop_attn else None, tokens_left=n - r)

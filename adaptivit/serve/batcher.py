@@ -126,7 +126,7 @@ class Batcher:
         if given is None:
             return None
         made = budgets.parse(given)
-        control.settle(self.model, made, self.device)
+        control.solve(self.model, made, self.device)
         return made
 
     def expected(self, budget: Budget | None) -> float:
@@ -259,7 +259,7 @@ class Batcher:
         depth = output.trace.mean_depth.tolist()
         seconds = time.monotonic() - begun
         self._count(batch, live, macs, begun, seconds)
-        prefix, static = output.trace.prefix, self.costs.static
+        prefix, static = output.trace.num_prefix_tokens, self.costs.static
         return [
             Answer(
                 logits=logits[i],

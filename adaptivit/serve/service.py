@@ -50,7 +50,7 @@ class Service:
         batch_images: int | None = None,
         wait: float = 0.002,
     ) -> None:
-        if not model.shape.heads_out:
+        if not model.shape.num_classifiers:
             raise UserError("This model has no classifier (num_classes = 0), so there is nothing to serve.")
         self.model, self.name, self.limits = model, name, limits or Limits()
         self.names = list(class_names or model.class_names or [])

@@ -186,7 +186,7 @@ def _probe(trainer: Trainer, val: Source) -> None:
         with trainer.accelerator.autocast():
             known = taught(trainer.teacher, trainer.objective, images, targets)
         with trainer.whole() as model, trainer.accelerator.autocast():
-            output = model(images, ask=trainer.objective.needs)
+            output = model(images, aux=trainer.objective.needs)
         for name, (_, term) in trainer.objective.terms.items():
             try:
                 term(output, known)

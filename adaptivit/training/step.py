@@ -44,7 +44,7 @@ def judged(
 ) -> tuple[Losses, Output]:
     """Forward pass, of the teacher too where there is one, and losses, these in full precision."""
     known = taught(teacher, objective, images, targets)
-    output = model(images, ask=objective.needs)
+    output = model(images, aux=objective.needs)
     with torch.autocast(images.device.type, enabled=False):
         return objective(output, known, whole), output
 
@@ -54,7 +54,7 @@ def taught(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, ta
     """What a loss may know beside the output: the targets, and what the static model says."""
     if teacher is None:
         return Batch(targets)
-    said = teacher(_sized(images, teacher), ask=objective.needs & {"patches"})
+    said = teacher(_sized(images, teacher), aux=objective.needs & {"patches"})
     return Batch(targets, said.logits, said.patches)
 
 

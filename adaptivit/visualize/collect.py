@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..data.dataset import Images, Labelled, batches, for_evaluation, in_order, rgb
-from ..decision import Drop, Merge, Skip, Step, Trace
+from ..decision import AppliedDecision, Drop, Merge, Skip, Trace
 from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
@@ -101,7 +101,7 @@ def look(
         raise UserError(f"Expected one label an image: {len(given)} images, {len(labels)} labels.")
     if len(given) == 0:
         raise UserError("Expected at least one image, got none.")
-    if not model.shape.heads_out:
+    if not model.shape.num_classifiers:
         raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
     source, parts = _Source(model, given), _Parts()
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
@@ -112,7 +112,7 @@ def look(
             raise DataError(f"Cannot read the image {source.items.name(bad[0])}.")  # type: ignore[union-attr]
         parts.unreadable += len(bad)
         if len(numbers):
-            output = model(batch.to(device, dtype), ask=("plan", "keep_scores"))
+            output = model(batch.to(device, dtype), aux=("plan", "keep_scores"))
             parts.add(output, truth)
             source.order += numbers
         if progress:
@@ -170,10 +170,10 @@ def folded(trace: Trace) -> Tensor | None:
     return torch.stack(after)
 
 
-def _moved(now: Tensor, own: Tensor, step: Step) -> Tensor:
+def _moved(now: Tensor, own: Tensor, step: AppliedDecision) -> Tensor:
     decision = step.decision
     if isinstance(decision, Merge):
-        goes = decision.into
+        goes = decision.target
     elif isinstance(decision, Drop):
         goes = torch.where(decision.leaving, -1, own)
     else:
@@ -201,7 +201,7 @@ class _Parts:
 
     def add(self, output: Output, labels: list[int]) -> None:
         trace, facts = output.trace, output.trace.facts
-        self.output, prefix = output, trace.prefix
+        self.output, prefix = output, trace.num_prefix_tokens
         self.prefix = prefix
         self.skips |= any(isinstance(s.decision, Skip) for s in trace.steps)
         self._keep("attended", trace.attended[..., prefix:])
@@ -222,19 +222,19 @@ class _Parts:
         self._scores(trace, facts)
 
     def _scores(self, trace: Trace, facts: dict[str, Tensor]) -> None:
-        live = trace.attended[:-1, :, trace.prefix :]
+        live = trace.attended[:-1, :, trace.num_prefix_tokens :]
         last = len(trace.attended)
         if "keep_scores" in facts:
             kept = [i for i, b in enumerate(facts["keep_blocks"].tolist()) if b < last]
             self.score_name, self.stops = "score for staying", False
             self.blocks = [int(facts["keep_blocks"][i]) for i in kept]
             if kept:
-                self._keep("scores", facts["keep_scores"][kept][..., trace.prefix :])
+                self._keep("scores", facts["keep_scores"][kept][..., trace.num_prefix_tokens :])
         elif "halt" in facts or facts.get("chance", live[..., :0]).shape[-1:] == trace.attended.shape[-1:]:
             name = "scores" if "halt" in facts else "chance"
             self.score_name, self.stops = ("halting score" if name == "scores" else "chance of stopping"), True
             self.blocks = list(range(1, last))
-            values = facts[name][: last - 1, :, trace.prefix :].float()
+            values = facts[name][: last - 1, :, trace.num_prefix_tokens :].float()
             self._keep("scores", torch.where(live, values, torch.full_like(values, float("nan"))))
 
     def seen(self, *, labelled: bool, **known: Any) -> Seen:

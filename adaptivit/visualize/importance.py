@@ -122,4 +122,6 @@ def _without(model: AdaptiveViT, rows: Tensor, left: Array, block: int, target: 
 
 def _logits(model: AdaptiveViT, rows: Tensor) -> Tensor:
     shape = model.shape
-    return timm_vit.head(model.vit, rows[:, : shape.read] if shape.read < shape.tokens else rows)[1].float()
+    return timm_vit.head(model.vit, rows[:, : shape.head_tokens] if shape.head_tokens < shape.tokens else rows)[
+        1
+    ].float()

@@ -124,7 +124,9 @@ def checkpoint_for(config: BenchmarkConfig, base: AdaptiveViT) -> AdaptiveViT | 
         return None
     model = load(config.checkpoint)
     return (
-        model if replace(model.shape, classes=0, heads_out=0) == replace(base.shape, classes=0, heads_out=0) else None
+        model
+        if replace(model.shape, classes=0, num_classifiers=0) == replace(base.shape, classes=0, num_classifiers=0)
+        else None
     )
 
 
@@ -247,15 +249,20 @@ class Padded:
     def __init__(self, model: AdaptiveViT, trace: Trace) -> None:
         self.vit: Any = model.vit
         self.shape = model.shape
-        self.pools = self.shape.read == self.shape.tokens
+        self.pools = self.shape.head_tokens == self.shape.tokens
         self.drops: dict[tuple[int, str], Tensor] = {}  # (layer, when) -> [B, N] leaving
         for step in trace.steps:
             drop = step.decision
-            plain = isinstance(drop, Drop) and drop.share is None and not drop.zeroed and step.when != "between"
+            plain = (
+                isinstance(drop, Drop)
+                and drop.readout_weight is None
+                and not drop.zero_on_exit
+                and step.when != "between"
+            )
             if not plain or trace.pooled != "all":
                 raise UserError(f"padded: carries out a plain Drop around a block, got {_what(drop)} {step.when} it.")
             assert isinstance(drop, Drop)
-            if not self.pools and drop.leaving[:, : self.shape.read].any():
+            if not self.pools and drop.leaving[:, : self.shape.head_tokens].any():
                 raise UserError("padded: expected the tokens that the head reads to stay, but they leave.")
             self.drops[step.layer, step.when] = drop.leaving
 
@@ -278,7 +285,7 @@ class Padded:
                     mask = live.gather(1, places)
                 if when == "before":
                     x = block(x, attn_mask=None if mask is None else mask[:, None, None, :])
-        readout = self._kept(last, x, places, mask) if self.pools else x[:, : self.shape.read]
+        readout = self._kept(last, x, places, mask) if self.pools else x[:, : self.shape.head_tokens]
         return backbone.head(self.vit, readout)[1]
 
     def _kept(self, last: Tensor, x: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
@@ -303,7 +310,7 @@ def on_device(trace: Trace, device: torch.device) -> Trace:
 def traces_for(config: BenchmarkConfig, base: AdaptiveViT, batch: int, device: torch.device) -> dict[str, Trace]:
     """The trace of every profile for this batch size."""
     shape = base.shape
-    given: dict[str, int] = {"layers": shape.layers, "tokens": shape.tokens, "prefix": shape.prefix}
+    given: dict[str, int] = {"layers": shape.layers, "tokens": shape.tokens, "prefix": shape.num_prefix_tokens}
     names: Sequence[str] = tuple(dict.fromkeys(config.profile))
     return {
         name: on_device(halting_profiles.trace_of(name, batch=batch, seed=config.seed, **given), device)

@@ -81,8 +81,8 @@ def hold(model: AdaptiveViT, job: Job) -> dict[str, Any]:
     batches = dataset.batches(images, dataset.in_order(len(images), 64), training.workers)
     budget = f"{100 * (job.share - 1):.4g}%"
     made = model.calibrate([batch.images for batch in batches if len(batch.labels)], budget, batch_size=64)
-    position = made.position(budgets.parse(budget), "")
-    return {"settings": f"{full_spec(training)}; {made.knob}={position:.6g} for a budget of {budget}"}
+    position = made.position_for(budgets.parse(budget), "")
+    return {"settings": f"{full_spec(training)}; {made.dial}={position:.6g} for a budget of {budget}"}
 
 
 def read(path: str) -> Job:

@@ -34,7 +34,7 @@ class Term(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Facts to ask the model for: model(images, ask=objective.needs)."""
+        """Facts to ask the model for: model(images, aux=objective.needs)."""
         ...
 
     def __call__(self, output: Output, batch: Batch) -> Tensor: ...

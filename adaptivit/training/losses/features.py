@@ -22,13 +22,13 @@ class Features(Summed):
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
         if output.patches is None or batch.teacher_patches is None:
-            raise ValueError("Distillation of features needs ask=('patches',) and batch.teacher_patches.")
+            raise ValueError("Distillation of features needs aux=('patches',) and batch.teacher_patches.")
         here, there = output.patches.shape[-1], batch.teacher_patches.shape[-1]
         if here != there:
             raise UserError(
                 f"features: the teacher is {there} wide, the model {here}; distil logits (--distill) instead."
             )
         trace = output.trace
-        kept = trace.facts.get("kept_last", trace.updated[-1])[:, trace.prefix :]  # [B, P]
+        kept = trace.facts.get("kept_last", trace.updated[-1])[:, trace.num_prefix_tokens :]  # [B, P]
         squared = (output.patches.float() - batch.teacher_patches.float()).pow(2).mean(-1)
         return over_mask(squared, kept)
