@@ -1,4 +1,4 @@
-"""The pictures of docs/visualize.md: real DeiT-T weights on scikit-image's sample photos.
+"""The pictures of docs/guide/visualize.md: real DeiT-T weights on scikit-image's sample photos.
 
     uv run python benchmarks/visualize_pictures.py --weights deit_tiny_patch16_224.safetensors --out docs/images
 
