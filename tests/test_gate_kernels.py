@@ -279,7 +279,7 @@ def test_what_was_said_of_rows_ends_with_their_block() -> None:
     layout = a_layout()
     sitting = torch.arange(9, device=DEVICE).expand(2, -1) > 4
     layout.skip(Skip(sitting))
-    live = layout.live
+    live = layout.alive
     layout.know(live, torch.zeros(18, dtype=torch.bool, device=DEVICE))
     layout.unskip()
     layout.drop(Drop(torch.zeros_like(live), staying=live))
@@ -294,11 +294,11 @@ def test_a_count_that_is_older_than_a_drop_is_not_believed() -> None:
     into = torch.where(slot == 8, 1, slot)
     for older in (True, False):
         layout = a_layout()
-        before = layout.live
+        before = layout.alive
         layout.drop(Drop((slot == 5) & (torch.arange(2, device=DEVICE)[:, None] == 0)))
         left = (before & (into == slot)).sum(-1).int()
-        of_whom = before if older else layout.live
-        left = left if older else (layout.live & (into == slot)).sum(-1).int()
+        of_whom = before if older else layout.alive
+        left = left if older else (layout.alive & (into == slot)).sum(-1).int()
         layout.merge(Merge(into, torch.ones(2, 9, device=DEVICE), left_counts=(of_whom, left)))
         assert layout.offsets.tolist() == [0, 7, 15]
         assert layout.cells[:15].tolist() == [0, 1, 2, 3, 4, 6, 7, *range(9, 17)]
