@@ -147,7 +147,7 @@ def test_untested() -> None:
 def commands(page: str) -> list[list[str]]:
     """The words after `adaptivit` of every command of a page."""
     lines = [line for text in fences(page, "sh") for line in text.splitlines()]
-    spans = re.findall(r"`((?:uv run )?adaptivit [a-z][^`]*)`", prose(page)) if page.startswith("docs/results") else []
+    spans = re.findall(r"`(adaptivit (?:reproduce [a-z]|evaluate --)[^`]*)`", prose(page)) if "results" in page else []
     found = []
     for line in [*lines, *(span for span in spans if "..." not in span)]:
         line = re.split(r" # |^#", line)[0].replace("pip install -q uv && ", "").strip()
@@ -170,7 +170,12 @@ def parse(words: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_parse(page: str, workplace: Path) -> None:
+def test_commands_parse(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("deit_tiny.safetensors", "DEIT_TINY"):
+        Path(name).touch()
+    Path("runs/sweep").mkdir(parents=True)
+    Path("runs/sweep/best.json").write_text('{"recipe": {"optim.lr": 0.0003}}')
     for words in COMMANDS[page]:
         try:
             check(parse(words))
@@ -192,7 +197,7 @@ def check(config: Any) -> None:
             if config.table:
                 reproduce.plan(config)
         case "SweepConfig":
-            space.parse(config.space, config.trial())
+            space.parse(config.space, config.train)
     for spec in (getattr(config, "policy", None), *getattr(config, "policies", ())):
         if spec and not spec.startswith("top_attended"):
             policy(spec)
@@ -226,7 +231,7 @@ def workplace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         if path.is_file():
             link = tmp_path / path.relative_to(stand_ins)
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.write_bytes(path.read_bytes())
+            link.symlink_to(path)
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
