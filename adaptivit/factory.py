@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,15 +10,16 @@ from typing import Any
 
 import timm
 import torch
-from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from . import __version__, policies
 from .backbones.slim import narrow
-from .backbones.timm_vit import Shape, inspect
+from .backbones import family_of
+from .backbones.timm_vit import TimmViT
 from .budget import control
 from .checkpoint import format as checkpoint
+from .cost import Shape
 from .data.preprocess import Preprocessing
 from .errors import UnsupportedBackbone, UserError, WeightsError
 from .model import AdaptiveViT
@@ -227,7 +227,8 @@ def _check_narrow(config: dict[str, Any], policy: str, directory: Path, asked: d
 def _narrow_backbone(backbone: Any, config: dict[str, Any], directory: Path) -> Any:
     """What a narrow checkpoint's backbone is made of, once it is clear that it was cut out of the one asked for."""
     with torch.device("meta"):
-        asked = inspect(backbone if isinstance(backbone, nn.Module) else build_backbone(backbone))
+        given = backbone if isinstance(backbone, nn.Module) else build_backbone(backbone)
+        asked = family_of(given)(given).inspect()
     whole = Shape(**config["whole"])
     if asked.dim == config["backbone"]["kwargs"]["embed_dim"]:  # the narrow one itself was asked for
         return backbone
@@ -257,7 +258,7 @@ def build_backbone(
     if isinstance(backbone, nn.Module):
         if pretrained:
             raise UserError("weights=True downloads by timm name; this backbone is a module.")
-        inspect(backbone)
+        family_of(backbone)(backbone).inspect()
         vit: Any = backbone
         own = getattr(vit.blocks[-1].drop_path1, "drop_prob", 0.0)
         if drop_path_rate not in (0.0, own):
@@ -273,16 +274,13 @@ def build_backbone(
     if num_classes is not None:
         given["num_classes"] = num_classes
     if not isinstance(backbone, str):
-        try:
-            return _plain(**(dict(backbone) | given))
-        except (TypeError, AssertionError) as error:
-            raise UserError(f"backbone: these are not arguments of timm's VisionTransformer ({error}).") from None
+        return TimmViT.build(dict(backbone) | given)
     if backbone == "digits_vit":
         from .data import digits
 
         if pretrained:
             raise UserError("digits_vit has no weights to download; train it: adaptivit train --data digits.")
-        small: VisionTransformer = digits.prepare(_plain(**(digits.BACKBONE | given)))
+        small: VisionTransformer = digits.prepare(TimmViT.build(digits.BACKBONE | given))
         return small
     if not timm.is_model(backbone):
         near = timm.list_models(f"*{backbone.split('.')[0][:9]}*")
@@ -302,12 +300,6 @@ def build_backbone(
     return made
 
 
-def _plain(*, distilled: bool = False, norm_eps: float = 1e-6, **kwargs: Any) -> VisionTransformer:
-    norm = functools.partial(nn.LayerNorm, eps=norm_eps)
-    cls = VisionTransformerDistilled if distilled else VisionTransformer
-    return cls(norm_layer=norm, **kwargs)
-
-
 def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
     """What build_backbone needs to make this backbone again; refuses what it could not describe."""
     vit = model.vit
@@ -316,7 +308,7 @@ def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
     if model.backbone_name is not None:
         described: dict[str, Any] = {"name": model.backbone_name, "changes": changes}
     else:
-        described = {"name": None, "kwargs": arguments(vit), "changes": changes}
+        described = {"name": None, "kwargs": model.backbone.arguments(), "changes": changes}
     with torch.device("meta"):
         again = build_backbone(described["name"] or described["kwargs"], **changes)
     same = {k: v.shape for k, v in vit.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
@@ -326,39 +318,6 @@ def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
             "make it by its timm name, or by create({'embed_dim': ..., 'depth': ...}, ...)."
         )
     return described
-
-
-def arguments(vit: VisionTransformer) -> dict[str, Any]:
-    """Keyword arguments that make such a VisionTransformer again."""
-    block: Any = vit.blocks[0]
-    layer_scale = getattr(block.ls1, "init_values", None)
-    return {
-        "distilled": isinstance(vit, VisionTransformerDistilled),
-        "norm_eps": block.norm1.eps,
-        "patch_size": list(vit.patch_embed.patch_size),
-        "in_chans": vit.in_chans,
-        "embed_dim": vit.embed_dim,
-        "depth": len(vit.blocks),
-        "num_heads": block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
-        "qkv_bias": block.attn.qkv.bias is not None,
-        "proj_bias": block.attn.proj.bias is not None,
-        "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
-        "scale_attn_norm": not isinstance(block.attn.norm, nn.Identity),
-        "scale_mlp_norm": not isinstance(block.mlp.norm, nn.Identity),
-        "init_values": layer_scale,
-        "global_pool": vit.global_pool,
-        "class_token": vit.has_class_token,
-        "reg_tokens": vit.num_reg_tokens,
-        "no_embed_class": vit.no_embed_class,
-        "pos_embed": "none" if vit.pos_embed is None else "learn",
-        "pre_norm": not isinstance(vit.norm_pre, nn.Identity),
-        "final_norm": not (isinstance(vit.norm, nn.Identity) and isinstance(vit.fc_norm, nn.Identity)),
-        "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
-        "pool_include_prefix": vit.pool_include_prefix,
-        "dynamic_img_size": vit.dynamic_img_size,
-        "dynamic_img_pad": vit.patch_embed.dynamic_img_pad,
-    }
 
 
 def _fingerprint(vit: VisionTransformer) -> list[str]:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..backbones import timm_vit
 from ..budget import control
 from ..errors import UserError, first_line, unknown
 from ..forward import forward
+from .torch import Executor
 from ..layouts import Gathered, Layout, Masked
 from ..layouts.padded import Padded
 from ..model import AdaptiveViT
@@ -65,8 +65,8 @@ class Program(nn.Module):
         model, count = self.model, images.shape[0]
         shift = None if self.shift is None else torch.full((count,), self.shift)
         limit = None if self.limit is None else torch.full((count,), self.limit, dtype=torch.float64)
-        rest: Any = (self.layout, images, (), timm_vit, shift, limit)
-        output = forward(model.vit, model.shape, self.policy, *rest)
+        setting = control.RunSetting(self.policy, shift, limit)
+        output = forward(Executor(model.backbone), self.layout, images, setting)
         return output.logits, output.trace.depth
 
 

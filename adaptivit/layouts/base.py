@@ -89,6 +89,7 @@ class Layout(ABC):
     drops_rows = True  # absent rows are not computed
     static_shapes = True  # no shape depends on who is there: nobody waits for a count
     keeps_prefix = False  # the policy never lets class, distillation and register tokens go
+    positions: Tensor | None = None  # [N, ...] what the backbone's qkv must know of each slot
     alive: Tensor  # [B, N] bool: has not left
     active: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
     size: Tensor | None  # [B, N] size of each token where merges have made some heavier than 1
@@ -159,6 +160,14 @@ class Layout(ABC):
     def active_rows(self) -> Tensor | None:
         """[R] bool: the rows that a block changes; None: all of them."""
         return None
+
+    def row_positions(self) -> Tensor | None:
+        """[R, ...] `positions` of every row."""
+        return None if self.positions is None else self.positions[self.row_slots()]
+
+    def row_slots(self) -> Tensor:
+        """[R] the slot of every row."""
+        raise NotImplementedError(f"{type(self).__name__} runs with fused kernels, which know no positions by slot.")
 
     @abstractmethod
     def expand(self, values: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel, row_macs
+from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
 from .base import Policy
 from .halting import Halting

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel, row_macs
+from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep, Trace
 from ..errors import UserError
 from ..kernels.halting_gate import Gate

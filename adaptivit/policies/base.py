@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel
+from ..cost import CostModel, Shape
 from ..decision import Decision
 from ..kernels.halting_gate import Gate
 

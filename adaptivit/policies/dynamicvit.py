@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Decision, Drop
 from ..utils.batch_rng import draw
 from .base import Policy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Decision, Drop, Merge
 from ..errors import UserError
 from .base import Policy

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel
+from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
 from .base import Policy

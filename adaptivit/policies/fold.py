@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel
+from ..cost import CostModel, Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.merge_score import MergeScore

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Skip
 from .base import Policy
 from .common import check_blocks, top

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Decision, Keep, Merge, Skip, Trace, When, detached
 from ..errors import UserError
 from .base import Policy

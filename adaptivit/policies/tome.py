@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.bipartite_match import pairs
