@@ -59,7 +59,6 @@ def forward(
         layout.layer = layer
         ctx = BlockContext(run, layer, vit, shape, {}, frozenset(aux))
         taps = EvidenceRequest(policy.evidence(layer, ctx.aux), policy.evidence_index, policy.evidence_gradient)
-        taps.gate = policy.inside(ctx, state)
 
         run.apply(layer, "before", policy.before(ctx, state))
         run.attended.append(layout.active)
@@ -79,7 +78,6 @@ def forward(
             run.prefix_only_mlp = True
         blocks.mlp(block, layout, taps)
         ctx.evidence.update(taps.found or {})
-        run.stack_in_kernel = run.stack_in_kernel or "decided" in ctx.evidence
 
         layout.unskip()
         run.apply(layer, "after", policy.after(ctx, state))
@@ -144,7 +142,7 @@ class PassState:
     readout_sum: Tensor | None = None  # [B, read, D]
     pooled: int | None = None  # tokens that a pooling head reads, where it reads fewer than there are slots
     prefix_only_mlp: bool = False  # in the last MLP
-    stack_in_kernel: bool = False  # some masks hang on kernels of ours: decisions made in fc1, merges, selections
+    stack_in_kernel: bool = False  # some masks hang on kernels of ours: merges, selections
     added_macs: list[AddedMacs] = field(default_factory=list)  # MACs beside the blocks
     recorded_scores: list[tuple[int, Tensor]] = field(
         default_factory=list

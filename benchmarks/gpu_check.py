@@ -11,7 +11,6 @@ import copy
 import sys
 
 import gpu_check_folded as folded
-import gpu_check_gate as gate
 import torch
 from gpu_report import BOUND, WRONG, attempt, close, noise, rows_of, same
 from torch import Tensor
@@ -307,8 +306,6 @@ def check_kernels() -> None:
             attempt("rows", lambda d=dtype, w=width, n=live, r=room: check_rows(d, w, n, r))  # type: ignore[misc]
         for width in (32, 64, 80):
             attempt("attention", lambda d=dtype, w=width: check_attention(d, w, [1, 0, 197, 64, 33]))  # type: ignore[misc]
-        for images, moves in ((1, False), (1, True), (5, True)):
-            attempt("gate", lambda d=dtype, i=images, m=moves: gate.check_gate(d, i, m))  # type: ignore[misc]
         attempt("long", lambda d=dtype: check_attention(d, 64, [1025, 1, 577]))  # type: ignore[misc]
         for width, tokens in ((64, 197), (32, 1), (80, 65), (64, 1025)):
             for kind in (False, True):

@@ -16,7 +16,6 @@ FILES = (
     "test_folded_kernels.py",
     "test_folded_weights.py",
     "test_fused.py",
-    "test_gate_kernels.py",
     "test_kernels.py",
     "test_meet_kernels.py",
     "test_memory.py",

@@ -37,13 +37,13 @@ def test_qkv_and_hidden_layer_take_blocks_of_one_size(few: int, ratio: float, mo
 
         return noted
 
-    for name in ("linear", "normed", "norm_linear", "norm_linear_gated"):
+    for name in ("linear", "normed", "norm_linear"):
         monkeypatch.setattr(triton, name, noting(name))
     monkeypatch.setattr(triton, "FEW_ROWS", few)
     model, plan = make("aht", {"mlp_ratio": ratio}), RowSchedule(frozenset({1}), (34, 34, 20, 20))
     test_folded.run(model, images_of(), "packed", test_folded.settled(model, plan=plan), plan)
     widths = {96, int(32 * ratio)}
-    many, one = {"linear", "normed"}, {"norm_linear", "norm_linear_gated"}
+    many, one = {"linear", "normed"}, {"norm_linear"}
     kernels_run = many if few < 20 else many | one if few < 34 else one
     assert sizes.keys() == kernels_run
     assert {width for found in sizes.values() for width, _ in found} == widths

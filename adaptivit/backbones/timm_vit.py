@@ -17,7 +17,6 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from ..errors import UnsupportedBackbone
-from ..kernels.halting_gate import Gate
 from ..layouts import Layout
 from ..layouts.similarity import mean_key
 from ..utils.batch_rng import draw
@@ -121,7 +120,6 @@ class EvidenceRequest:
     wanted: frozenset[str] = frozenset()
     index: int = 0  # the element of fc1 that is read
     gradient: bool = False  # whether attention that is looked at carries one
-    gate: Gate | None = None  # a decision that fc1 may make on the way; who does gives it as "decided"
     found: dict[str, Any] | None = None
 
     def give(self, name: str, value: Any) -> None:

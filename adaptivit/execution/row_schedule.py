@@ -135,8 +135,6 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: b
         if kind == "masks":
             layout.plan = RowSchedule(frozenset(), layout.plan.rows)
             layout.drop(Drop(slot >= max(count - 1, 1)))
-            if batch * count <= triton.FEW_ROWS:  # a mask for rows comes with the decision (ops/gate.py)
-                layout.know(layout.active, layout.active.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
             if layer and kind == "moves":

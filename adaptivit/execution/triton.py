@@ -26,7 +26,7 @@ from ..kernels.launch import usable
 from ..kernels.linear import linear
 from ..kernels.norm import norm
 from ..kernels.norm_folded import measured, normed, piece
-from ..kernels.norm_linear import norm_linear, norm_linear_gated, split
+from ..kernels.norm_linear import norm_linear, split
 from ..kernels.patch_embed import patches
 from ..layouts import PackedOnDevice
 from ..layouts.base import KernelRows, RowStats
@@ -132,15 +132,7 @@ def mlp(
     ffn, stream = block.mlp, layout.kernel_rows()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     probe = taps.index if wanted else -1
-    seen: Tensor | None
-    if taps.gate is not None and wanted and _few(stream) and _decides(layout, stream):
-        given: Any = (block.norm2.weight, block.norm2.bias, block.norm2.eps, ffn.fc1.weight, ffn.fc1.bias)
-        rest: Any = (stream.index, stream.count, probe, True, stream.expected, _space(block), taps.gate, layout.where)
-        hidden, kept, seen, decided = norm_linear_gated(stream.rows, *given, *rest)
-        taps.give("decided", decided)
-        layout.know(decided.going, decided.rows)
-    else:
-        hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
+    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream
@@ -155,12 +147,6 @@ def mlp(
 def _few(stream: KernelRows) -> bool:
     """Whether a norm and the product behind it are one kernel."""
     return stream.expected <= FEW_ROWS and split(stream.rows.shape[1]) is not None
-
-
-def _decides(layout: PackedOnDevice, stream: KernelRows) -> bool:
-    """Whether a product can decide about everybody: there is a row for every cell, and nobody sits out."""
-    room = len(stream.rows if stream.index is None else stream.index)
-    return room == layout.alive.numel() and layout.active is layout.alive
 
 
 def _space(block: Any) -> int:

@@ -43,7 +43,6 @@ class PackedOnDevice(Layout):
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
         self._sizes: Log2 | None = None  # of the rows as they are
-        self._known: tuple[Tensor, Tensor] | None = None  # who is here [B, N], and the same for every row [R]
         self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
 
@@ -63,15 +62,6 @@ class PackedOnDevice(Layout):
         return KernelRows(self._held, self._index, count, expected, self._moments)
 
     @property
-    def where(self) -> tuple[Tensor | None, Tensor | None]:
-        """cells and place, where rows have been moved."""
-        return (self.cells, self.place) if self._moved else (None, None)
-
-    def know(self, here: Tensor, rows: Tensor) -> None:
-        """Both say who will be left, if nobody else leaves: [B, N], and [R] for the rows as they are."""
-        self._known = (here, rows)
-
-    @property
     def longest(self) -> int:
         """At least as many rows as any image has."""
         return self.slots
@@ -85,10 +75,10 @@ class PackedOnDevice(Layout):
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
-        self._known = self._sizes = None
+        self._sizes = None
 
     def drop(self, decision: Drop) -> None:
-        stay = self.alive > decision.leaving if decision.staying is None else decision.staying  # in one kernel, or none
+        stay = self.alive > decision.leaving  # one kernel
         self._park(decision.leaving if decision.zero_on_exit else None)
         self.alive = self.active = stay
         if self.plan.moves_after(self.layer):
@@ -124,7 +114,7 @@ class PackedOnDevice(Layout):
         else:
             self.put(back(*given))
         self.cells, self.place, self.offsets = cells, place, offsets
-        self._known = self._sizes = None
+        self._sizes = None
         self._counted, self._thin, self._moved = kind
         self.active, self._aside = self.alive, None
 
@@ -160,8 +150,6 @@ class PackedOnDevice(Layout):
             return None
         if self._sizes is not None and not self._thin:
             return self._sizes
-        if self.size is None and self._known is not None and self._known[0] is self.active:
-            return self._known[1]
         weight = self.active if self.size is None else self.size * self.active if self._thin else self.size
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 
