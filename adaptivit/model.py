@@ -24,7 +24,6 @@ from .decision import Trace
 from .errors import UserError
 from .execution import checkpointed, compiled, cpu, triton
 from .execution.cuda_graph import Captured
-from .execution.norm_fused import Folded
 from .forward import forward
 from .layouts import Layout, PackedOnDevice, RowSchedule
 from .output import Output
@@ -88,13 +87,12 @@ class AdaptiveViT(nn.Module):
         aux: Collection[str] = (),
         plan: RowSchedule | None = None,
         turn: control.RunSetting | None = None,
-        folded: Folded | None = None,
     ) -> Output:
         turn = control.RunSetting(self.policy) if turn is None else turn
         make: Callable[[Tensor, int], Layout] = choice.type
         if choice.type is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
-        blocks: Any = timm_vit if not choice.fused else triton if folded is None else folded
+        blocks: Any = triton if choice.fused else timm_vit
         if blocks is timm_vit and self.regional and (self.training or not choice.type.drops_rows):
             blocks = compiled
         if self.recompute and self.training and torch.is_grad_enabled():
@@ -172,16 +170,14 @@ class AdaptiveViT(nn.Module):
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
         compile: bool = True,
-        fold_norms: bool = True,
     ) -> Captured:
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
         GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (up to half a minute, once). fold_norms: work LayerNorms into the products behind them, where
-        rows do not move.
+        kernels first (up to half a minute, once).
         """
-        return Captured(self, batch, layout, profile, compile, fold_norms=fold_norms)
+        return Captured(self, batch, layout, profile, compile)
 
     def explain_layout(self, layout: str = "auto") -> str:
         """Which layout would run now, with which kernels, and why, in a line."""

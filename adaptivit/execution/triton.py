@@ -4,14 +4,11 @@ Shapes: B images, N slots, D width, H heads, d head width; R rows of a layout.
 
 A block is seven kernels: norm (which also carries out a pending move), qkv, attention, projection + residual, norm
 (which also reads the supervisor's element of fc1), fc1 + GELU, fc2 + residual; five with few rows, where a norm and its
-product are one, and five in a captured pass wherever no move is pending, where a norm is worked into the product behind
-it (folded.py). Attributes are read from the timm modules at every call: nothing is copied here, so weights may change
-between calls.
+product are one. Attributes are read from the timm modules at every call, so weights may change between calls.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,23 +22,12 @@ from ..backbones.timm_vit import EvidenceRequest
 from ..kernels.launch import usable
 from ..kernels.linear import linear
 from ..kernels.norm import norm
-from ..kernels.norm_folded import measured, normed, piece
 from ..kernels.norm_linear import norm_linear, split
 from ..kernels.patch_embed import patches
 from ..layouts import PackedOnDevice
-from ..layouts.base import KernelRows, RowStats
+from ..layouts.base import KernelRows
 
 FEW_ROWS = 1024  # up to here a norm is computed with the product behind it (benchmarks/LOG.md)
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product with the norm before it worked in (ops/norm_folded.py)."""
-
-    weight: Tensor  # [N, D]
-    sums: Tensor  # [N] float32
-    shift: Tensor  # [N] float32
-    eps: float
 
 
 def refusal(vit: VisionTransformer, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -102,17 +88,10 @@ def embed(vit: VisionTransformer, images: Tensor) -> Tensor:
     return vit.norm_pre(rows)
 
 
-def foldable(stream: KernelRows) -> bool:
-    """Whether the norm of these rows can be worked into the product behind it."""
-    return stream.moments is not None and stream.index is None and stream.expected > FEW_ROWS
-
-
-def attention(
-    block: Any, layout: PackedOnDevice, taps: EvidenceRequest, qkv_folded: Product | None = None, measures: bool = False
-) -> None:
-    """The first residual branch, in place of the layout's rows; `measures`: with the moments of what it writes."""
+def attention(block: Any, layout: PackedOnDevice, taps: EvidenceRequest) -> None:
+    """The first residual branch, in place of the layout's rows."""
     attn, stream = block.attn, layout.kernel_rows()
-    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv, qkv_folded, _space(block))
+    qkv, kept, _ = _normed(stream, block.norm1, attn.qkv, _space(block))
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream  # what it holds is not needed any more, nor is qkv further down: memory is reused
@@ -122,17 +101,15 @@ def attention(
     if "halted_row" in taps.wanted:
         taps.give("halted_row", timm_vit.halted_row(block, layout, k, v))
     del q, k, v, qkv
-    layout.put(*_added(out, attn.proj, kept, block.ls1, count, expected, measures))
+    layout.put(_added(out, attn.proj, kept, block.ls1, count, expected))
 
 
-def mlp(
-    block: Any, layout: PackedOnDevice, taps: EvidenceRequest, fc1_folded: Product | None = None, measures: bool = False
-) -> None:
+def mlp(block: Any, layout: PackedOnDevice, taps: EvidenceRequest) -> None:
     """The second residual branch."""
     ffn, stream = block.mlp, layout.kernel_rows()
     wanted = not taps.wanted.isdisjoint(("fc1", "gelu"))
     probe = taps.index if wanted else -1
-    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, fc1_folded, _space(block), gelu=True, probe=probe)
+    hidden, kept, seen = _normed(stream, block.norm2, ffn.fc1, _space(block), gelu=True, probe=probe)
     count, expected = stream.count, stream.expected
     layout.put(kept)
     del stream
@@ -141,7 +118,7 @@ def mlp(
             taps.give("fc1", layout.to_grid(seen))
         if "gelu" in taps.wanted:
             taps.give("gelu", layout.to_grid(F.gelu(seen)))
-    layout.put(*_added(hidden, ffn.fc2, kept, block.ls2, count, expected, measures))
+    layout.put(_added(hidden, ffn.fc2, kept, block.ls2, count, expected))
 
 
 def _few(stream: KernelRows) -> bool:
@@ -158,18 +135,12 @@ def _normed(
     stream: KernelRows,
     norm1: Any,
     product: Any,
-    folded: Product | None,
     space: int,
     *,
     gelu: bool = False,
     probe: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Norm and product: out [R, N], the rows themselves at their new place [R, D], an element of the product [R]."""
-    if folded is not None and stream.moments is not None and foldable(stream):
-        known: Any = (stream.moments.values, stream.moments.width, folded.eps)
-        rest: Any = (folded.weight, folded.sums, folded.shift, stream.count, probe, gelu, stream.expected, space)
-        out, seen = normed(stream.rows, *known, *rest)
-        return out, stream.rows, seen
     gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
     if _few(stream):
         rest = (stream.index, stream.count, probe, gelu, stream.expected, space)
@@ -182,17 +153,8 @@ def _normed(
 
 
 def _added(
-    rows: Tensor,
-    product: Any,
-    residual: Tensor,
-    layer_scale: nn.Module,
-    count: Tensor | None,
-    expected: int,
-    measures: bool,
-) -> tuple[Tensor, RowStats | None]:
-    """residual + scale * product(rows) [R, D], and its moments where they are asked for and may be of use."""
+    rows: Tensor, product: Any, residual: Tensor, layer_scale: nn.Module, count: Tensor | None, expected: int
+) -> Tensor:
+    """residual + scale * product(rows) [R, D]"""
     scale = layer_scale.gamma if isinstance(layer_scale, LayerScale) else None
-    if not measures or expected <= FEW_ROWS:
-        return linear(rows, product.weight, product.bias, residual, scale, count, False, expected), None
-    out, values = measured(rows, product.weight, product.bias, residual, scale, count, expected)
-    return out, RowStats(values, piece(expected, out.shape[1], out.dtype))
+    return linear(rows, product.weight, product.bias, residual, scale, count, False, expected)
