@@ -102,7 +102,7 @@ def run(
     images: Tensor,
     layout: str,
     use: bool,
-    ask: tuple[str, ...] = (),
+    aux: tuple[str, ...] = (),
     plan: RowSchedule | None = None,
 ) -> Output:
     """A pass with the fused kernels, or without any."""
@@ -110,7 +110,7 @@ def run(
     with torch.inference_mode():
         choice = model._choose(layout, images.device)
         assert choice.fused == (use and layout != "masked")
-        return model(images, layout=layout, aux=ask) if plan is None else model._run(choice, images, ask, plan)
+        return model(images, layout=layout, aux=aux) if plan is None else model._run(choice, images, aux, plan)
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +142,13 @@ def check(
     model: AdaptiveViT,
     images: Tensor,
     which: tuple[str, ...] = (),
-    ask: tuple[str, ...] = (),
+    aux: tuple[str, ...] = (),
     plan: RowSchedule | None = None,
 ) -> Output:
     """The fused kernels on these layouts (default: those that the policy can run on) and timm's modules are one."""
-    expected = run(model, images, "masked", False, ask)
+    expected = run(model, images, "masked", False, aux)
     for layout in which or (("packed", "gathered") if model.policy.equal else ("packed",)):
-        found = run(model, images, layout, True, ask, plan)
+        found = run(model, images, layout, True, aux, plan)
         assert found.layout == layout
         assert_same(found, expected)
         if expected.tokens is not None:
