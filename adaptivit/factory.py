@@ -14,8 +14,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from . import __version__, policies
-from .backbones.slim import narrow
 from .backbones import family_of
+from .backbones.slim import narrow
 from .backbones.timm_vit import TimmViT
 from .budget import control
 from .checkpoint import format as checkpoint

@@ -53,7 +53,7 @@ class AdaptiveViT(nn.Module):
         self._max_macs: str | None = None
         self._limit: float | None = None
         self._turned: dict[float, Policy] = {}  # this policy at other positions, with the same parameters
-        self.preprocessing = Preprocessing.of(vit)
+        self.preprocessing = Preprocessing.of(vit, self.backbone.image_size)
         self.notes: dict[str, Any] = {}  # what its checkpoint says beside the model: results, calibration ...
         self.noted = ""  # the weights and settings for which they hold (checkpoint.identity)
 
@@ -176,16 +176,14 @@ class AdaptiveViT(nn.Module):
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
         compile: bool = True,
-        fold_norms: bool = True,
     ) -> Captured:
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
-        GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (up to half a minute, once). fold_norms: work LayerNorms into the products behind them, where
-        rows do not move.
+        GPU, is chosen where rows are moved (execution/row_schedule.py). compile: let torch.compile join what lies between the
+        kernels first (up to half a minute, once).
         """
-        return Captured(self, batch, layout, profile, compile, fold_norms=fold_norms)
+        return Captured(self, batch, layout, profile, compile)
 
     def explain_layout(self, layout: str = "auto") -> str:
         """Which layout would run now, with which kernels, and why, in a line."""

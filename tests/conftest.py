@@ -195,7 +195,7 @@ def random_trace(
             nowhere, sized = kind == "merge_nowhere", kind != "merge_unsized"
             m = merging(seed + position, live, equal=equal, nowhere=nowhere, sized=sized)
             live = live & (m.target == torch.arange(slots))
-            decision = replace(m, share=share, count=int(live[0].sum()) if told else None)
+            decision = replace(m, readout_weight=share, tokens_left=int(live[0].sum()) if told else None)
         if kind != "none":
             steps.append(AppliedDecision(layer, when, decision))
     shape = torch.zeros(len(kinds) // 3, images, slots, dtype=torch.bool)

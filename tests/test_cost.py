@@ -21,16 +21,16 @@ from adaptivit.decision import Decision, Drop
 from adaptivit.output import Output
 
 
-def counted(model: Any, images: torch.Tensor, ask: tuple[str, ...] = ()) -> tuple[int, Output]:
+def counted(model: Any, images: torch.Tensor, aux: tuple[str, ...] = ()) -> tuple[int, Output]:
     """MACs by torch's counter. The MATH backend, because fused CPU attention is counted as zero in some releases."""
     model.requires_grad_(False)  # not no_grad: the counter's own hooks fail there on a pooling head's latent query
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        out = model(images, layout="packed", aux=ask)
+        out = model(images, layout="packed", aux=aux)
     return counter.get_total_flops() // 2, out
 
 
-def check(model: Any, batch: int = 3, size: int = 32, ask: tuple[str, ...] = ()) -> Output:
-    ran, out = counted(model, pictures(batch, size), ask)
+def check(model: Any, batch: int = 3, size: int = 32, aux: tuple[str, ...] = ()) -> Output:
+    ran, out = counted(model, pictures(batch, size), aux)
     assert ran == int(out.macs_ran.sum()), {k: int(v.sum()) for k, v in out.parts.items()}
     assert torch.equal(out.macs, out.macs_deployed + out.parts["asked"])
     assert (out.macs_blocks <= out.macs).all()
@@ -67,7 +67,7 @@ def test_gated_attention_and_wide_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "ask"),
+    ("policy", "given", "aux"),
     [
         ("aht", {"beta": -0.5}, ()),
         ("aht", {"beta": -0.5}, ("plan",)),
@@ -80,10 +80,10 @@ def test_gated_attention_and_wide_heads() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["class", "average"])
-def test_policies(policy: str, given: dict[str, Any], ask: tuple[str, ...], kind: str) -> None:
-    out = check(tiny(policy, kind, **given), aux=ask)
+def test_policies(policy: str, given: dict[str, Any], aux: tuple[str, ...], kind: str) -> None:
+    out = check(tiny(policy, kind, **given), aux=aux)
     assert (out.macs_blocks < out.costs.static).all(), "this test wants tokens that halt"
-    assert bool(out.parts["asked"].any()) == (bool(ask) and given.get("plan_weight", 0) == 0)
+    assert bool(out.parts["asked"].any()) == (bool(aux) and given.get("plan_weight", 0) == 0)
     assert bool(out.parts["policy"].any()) == (given.get("plan_weight", 0) > 0)
     assert not out.parts["evidence"].any()
 
@@ -113,7 +113,7 @@ class Curious(adaptivit.Policy):
     """Looks at everything that can be looked at, and asks the head after every block."""
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        return frozenset({"received", "class_row", "keys", "similarity", "halted_row", "fc1", "gelu"})
+        return frozenset({"received", "class_row", "keys", "similarity", "halted_row", "fc1"})
 
     def after(self, ctx: Any, state: None) -> Decision | None:
         ctx.logits()

@@ -26,12 +26,12 @@ def numbers(*shape: int) -> Tensor:
 
 
 def alike(rows: Rows) -> SimilarityOnDevice:
-    return SimilarityOnDevice(rows.k, rows.index, rows.offsets, rows.here)
+    return SimilarityOnDevice(rows.k, rows.index, rows.offsets, rows.active)
 
 
 def check_into(rows: Rows, leaving: Tensor, patches: Tensor, into: Tensor) -> None:
     own = torch.arange(into.shape[1], device=DEVICE)
-    for image, there in enumerate(rows.here):
+    for image, there in enumerate(rows.active):
         may = patches[image] & there
         cosine = rows.cosine(image).masked_fill(~(may & ~leaving[image]), NOBODY)
         best, first = cosine.max(-1)
@@ -53,13 +53,13 @@ def check(
         patches, size, say if says else None, leaving=given, score=score, count=count
     )
     assert (left is None) == (not merge_assign.usable(torch.device(DEVICE)))
-    assert left is None or left[0] is rows.here
+    assert left is None or left[0] is rows.active
     assert left is None or torch.equal(
-        left[1], (rows.here & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
+        left[1], (rows.active & (into == torch.arange(into.shape[1], device=DEVICE))).sum(-1).int()
     )
     assert (into.dtype, scale.dtype, after.dtype) == (torch.int64, torch.float32, torch.float32)
     check_into(rows, leaving, patches, into)
-    expected = merge.reference_join(into, size.double(), rows.here, say.double() if says else None)
+    expected = merge.reference_join(into, size.double(), rows.active, say.double() if says else None)
     for found, exact in zip((scale, after), expected, strict=True):
         assert found.isfinite().all()
         assert (found - exact).abs().max() <= 2e-6 * exact.abs().max().clamp_min(1.0)
@@ -74,7 +74,7 @@ def test_meet(kind: str, slots: int) -> None:
     rows = Rows(tokens(kind, slots, 3), 2, 32, torch.float32, kind)
     patches = torch.arange(slots, device=DEVICE).expand(3, -1) > 0
     for share, says in ((0.0, True), (0.1, False), (0.6, True), (1.0, True)):
-        check(rows, patches & rows.here, some(3, slots, share=share), says)
+        check(rows, patches & rows.active, some(3, slots, share=share), says)
     check(rows, patches, patches & some(3, slots, share=0.2), True)
     check(rows, some(3, slots), some(3, slots), False)
 
@@ -84,7 +84,7 @@ def test_meet(kind: str, slots: int) -> None:
 @pytest.mark.parametrize("width", [16, 64, 80])
 def test_heads_of_any_width(width: int) -> None:
     rows = Rows(tokens("ragged", 71), 2, width, torch.float32, "ragged")
-    check(rows, rows.here, some(4, 71, share=0.3), True)
+    check(rows, rows.active, some(4, 71, share=0.3), True)
 
 
 @here
@@ -107,7 +107,7 @@ def test_odd_scores_are_ranked(slots: int) -> None:
 def test_by_rank(kind: str) -> None:
     """All but the best leave, of equals the last, and NaN is above all."""
     rows = Rows(tokens(kind, 70), 2, 32, torch.float32, kind)
-    patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
+    patches = rows.active & (torch.arange(70, device=DEVICE) > 0)
     score = torch.rand(4, 70, generator=random()).mul(12).round().to(DEVICE)
     score[:, 5::11] = float("nan")
     for count in (0, 1, 20, 69, 100):
@@ -144,7 +144,7 @@ def test_what_folding_looks_at(weights: str, width: int, dtype: torch.dtype) -> 
 def test_by_worth(likeness: bool, power: float, value: float) -> None:
     """Found on the way, it is what its own kernel says."""
     rows = Rows(tokens("ragged", 70), 2, 32, torch.float32, "ragged")
-    patches = rows.here & (torch.arange(70, device=DEVICE) > 0)
+    patches = rows.active & (torch.arange(70, device=DEVICE) > 0)
     seen, size = numbers(4, 70), numbers(4, 70).mul(9).round()
     alike_ = 2 * torch.rand(4, 70, generator=random()).to(DEVICE) - 1 if likeness else None
     given = MergeScore(seen, alike_, power, value)
@@ -166,13 +166,13 @@ def test_by_worth(likeness: bool, power: float, value: float) -> None:
 def test_nan_is_joined_by_nobody() -> None:
     rows = Rows(tokens("whole", 40, 1), 2, 32, torch.float32, "whole")
     rows.k[7] = float("nan")
-    leaving = torch.zeros_like(rows.here)
+    leaving = torch.zeros_like(rows.active)
     leaving[0, [3, 20]] = True
-    into, *_ = alike(rows).assign(rows.here, numbers(1, 40), leaving=leaving)
+    into, *_ = alike(rows).assign(rows.active, numbers(1, 40), leaving=leaving)
     assert (into[leaving] >= 0).all()
     assert (into[leaving] != 7).all()
     leaving[0, 7] = True
-    assert int(alike(rows).targets(leaving, rows.here)[0, 7]) == -1
+    assert int(alike(rows).targets(leaving, rows.active)[0, 7]) == -1
 
 
 @here
@@ -181,14 +181,14 @@ def test_a_gradient_reaches_what_is_said(kind: str) -> None:
     """In training the kernel finds whom, and torch computes the rest."""
     rows = Rows(tokens(kind, 40), 2, 32, torch.float32, kind)
     size, say, score = numbers(4, 40), numbers(4, 40).requires_grad_(), numbers(4, 40)
-    patches = rows.here & (torch.arange(40, device=DEVICE) > 0)
+    patches = rows.active & (torch.arange(40, device=DEVICE) > 0)
     for leaving, ranked in ((some(4, 40, share=0.3), None), (None, score)):
         into, scale, _, left = alike(rows).assign(patches, size, say, leaving=leaving, score=ranked, count=10)
         assert left is None
         gone = topk.reference(score, patches, 10, rest=True) if leaving is None else leaving
         check_into(rows, gone, patches, into)
         (found,) = torch.autograd.grad(scale.square().sum(), say)
-        exact = merge.reference_join(into, size, rows.here, say)[0]
+        exact = merge.reference_join(into, size, rows.active, say)[0]
         (expected,) = torch.autograd.grad(exact.square().sum(), say)
         assert torch.equal(found, expected)
 
@@ -248,5 +248,5 @@ def test_references_are_the_same_without_kernels(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nearest_token, "usable", lambda device: False)
     rows = Rows(tokens("ragged", 31), 2, 32, torch.float32, "ragged")
     score = numbers(4, 31)
-    check(rows, rows.here, topk.reference(score, rows.here, 5, rest=True), True, score, 5)
-    check(rows, rows.here, some(4, 31), False)
+    check(rows, rows.active, topk.reference(score, rows.active, 5, rest=True), True, score, 5)
+    check(rows, rows.active, some(4, 31), False)

@@ -10,10 +10,10 @@ import torch
 from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
-from adaptivit.backbones import timm_vit
 from adaptivit.decision import AppliedDecision, Drop, Trace
 from adaptivit.evaluation import halting_profiles
-from adaptivit.execution import cpu
+from adaptivit.execution.cpu import CpuExecutor
+from adaptivit.execution.torch import Executor
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies.static import Static
 
@@ -21,7 +21,6 @@ ASKED = {"tokens", "patches"}
 QUIET: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "aht": ("aht", {"gamma": 2.0, "beta": -3.5}),
-    "aht, gelu": ("aht", {"gamma": 2.0, "beta": -3.5, "feature": "gelu"}),
     "aht, folds": ("aht", {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 2.0}),
     "evit": ("evit", {}),
     "dynamicvit": ("dynamicvit", {}),
@@ -44,12 +43,12 @@ LOUD: dict[str, tuple[str, dict[str, Any]]] = {
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every MLP that ran."""
     rows: list[int] = []
-    for owner in (timm_vit, cpu):
+    for owner in (Executor, CpuExecutor):
         inner = owner.mlp
 
-        def run(block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:
+        def run(self: Any, block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:
             rows.append(layout.rows.flatten(0, -2).shape[0])
-            inner(block, layout, *rest)
+            inner(self, block, layout, *rest)
 
         monkeypatch.setattr(owner, "mlp", run)
     return rows
@@ -71,12 +70,12 @@ def test_the_last_mlp_takes_what_is_read(case: str, kind: str, fed: list[int]) -
     name, settings = QUIET[case]
     model, images = tiny(name, kind, **settings), pictures(3)
     whole = run(model, images, "masked", fed)
-    assert not whole.read_alone
+    assert not whole.prefix_only_mlp
     assert torch.equal(whole.macs_ran, whole.macs)
     for layout in compact(model):
         found = run(model, images, layout, fed)
         assert fed[-1] == 3 * model.shape.head_tokens
-        assert found.read_alone
+        assert found.prefix_only_mlp
         assert found.layout == layout
         assert_close(found.logits, whole.logits)
         assert_close(found.features, whole.features)
@@ -94,14 +93,14 @@ def test_whoever_asks_gets_the_whole_block(case: str, asked: str, fed: list[int]
     for layout in compact(model):
         found = run(model, images, layout, fed, {asked})
         assert fed[-1] == int(found.trace.live_mlp[-1].sum())
-        assert not found.read_alone
+        assert not found.prefix_only_mlp
         assert_close(getattr(found, asked), getattr(whole, asked))
 
 
 def test_it_can_be_switched_off(fed: list[int]) -> None:
     model = tiny()
-    model.whole_end = True
-    assert not run(model, pictures(2), "packed", fed).read_alone
+    model.full_last_mlp = True
+    assert not run(model, pictures(2), "packed", fed).prefix_only_mlp
     assert fed[-1] == 2 * model.shape.tokens
 
 
@@ -112,7 +111,7 @@ def test_what_is_read_at_the_end_is_computed(case: str, fed: list[int]) -> None:
     whole = run(model, images, "masked", fed)
     for layout in compact(model):
         found = run(model, images, layout, fed)
-        assert not found.read_alone
+        assert not found.prefix_only_mlp
         assert torch.equal(found.macs_ran, found.macs)
         assert_close(found.logits, whole.logits)
         for fact, value in whole.trace.facts.items():
@@ -121,7 +120,7 @@ def test_what_is_read_at_the_end_is_computed(case: str, fed: list[int]) -> None:
 
 def test_a_head_that_pools_reads_them_all(fed: list[int]) -> None:
     model = tiny("static", "average")
-    assert not run(model, pictures(2), "packed", fed).read_alone
+    assert not run(model, pictures(2), "packed", fed).prefix_only_mlp
     assert fed[-1] == 2 * model.shape.tokens
 
 
@@ -131,7 +130,7 @@ def test_replays_leave_them_out_too(batch: int, fed: list[int]) -> None:
     model = AdaptiveViT(tiny().vit, "replay", {"trace": trace}).eval()
     whole = run(model, pictures(batch), "masked", fed)
     found = run(model, pictures(batch), "packed", fed)
-    assert found.read_alone
+    assert found.prefix_only_mlp
     assert fed[-1] == batch
     assert_close(found.logits, whole.logits)
 
@@ -142,7 +141,7 @@ def test_a_replay_that_answers_at_the_end_is_carried_out(fed: list[int]) -> None
     every = torch.ones(6, 2, 17, dtype=torch.bool)
     trace = Trace(every, every, 1, (AppliedDecision(5, "after", Drop(leaving)),))
     model = AdaptiveViT(tiny().vit, "replay", {"trace": trace}).eval()
-    assert not run(model, pictures(2), "packed", fed).read_alone
+    assert not run(model, pictures(2), "packed", fed).prefix_only_mlp
 
 
 def test_gradients_are_the_same() -> None:
@@ -161,7 +160,7 @@ def test_a_backbone_in_training_goes_all_the_way() -> None:
     for name, given in (("fold", {"keep": 0.8}), ("static", {})):
         model = tiny(name, more={"drop_path_rate": 0.2}, **given).train()
         model.policy.eval()
-        assert not model(pictures(2), layout="gathered").read_alone
+        assert not model(pictures(2), layout="gathered").prefix_only_mlp
 
 
 def test_one_graph_of_gathered() -> None:
@@ -210,7 +209,7 @@ def test_what_a_policy_keeps_stays_as_it_was_and_subclasses_see_the_end(batch: i
     whole = run(model, images, "masked", fed)
     for layout in ("packed", "gathered"):
         found = run(model, images, layout, fed)
-        assert not found.read_alone
+        assert not found.prefix_only_mlp
         assert_close(found.trace.facts["seen"], whole.trace.facts["seen"])
 
 

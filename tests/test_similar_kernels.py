@@ -106,10 +106,10 @@ def check(value: Tensor, slot: Tensor, cosine: Tensor, allowed: Tensor, asks: Te
 
 
 def check_nearest(rows: Rows, among: Tensor) -> None:
-    value, slot = nearest_token.nearest(rows.units, rows.index, rows.offsets, among, rows.here)
+    value, slot = nearest_token.nearest(rows.units, rows.index, rows.offsets, among, rows.active)
     assert (value.dtype, slot.dtype) == (torch.float32, torch.int64)
     own = torch.eye(among.shape[1], dtype=torch.bool, device=DEVICE)
-    for image, there in enumerate(rows.here):
+    for image, there in enumerate(rows.active):
         allowed = (among[image] & there)[None, :] & ~own
         check(value[image], slot[image], rows.cosine(image), allowed, there)
 
@@ -126,7 +126,7 @@ def test_units(kind: str, width: int, dtype: torch.dtype) -> None:
         assert ((high + low) / 64 - rows.exact[rows.cells]).abs().max() < 3e-7  # 2^-22 of two halves, and float32
         assert (low.abs() <= high.abs() * 2.0**-11 + 1e-9).all()
         written = rows.units.isfinite().all(-1).all(-1)
-        assert torch.equal(written, rows.here.flatten())  # and nothing else is
+        assert torch.equal(written, rows.active.flatten())  # and nothing else is
 
 
 @here
@@ -135,7 +135,7 @@ def test_a_key_of_length_zero() -> None:
     rows.k[2] = 0.0
     units = nearest_token.units(rows.k, rows.index, None, 1, 5)
     assert (units[2] == 0).all()
-    value, _ = nearest_token.nearest(units, rows.index, None, rows.here, rows.here)
+    value, _ = nearest_token.nearest(units, rows.index, None, rows.active, rows.active)
     assert value[0, 2] == 0.0
 
 
@@ -145,8 +145,8 @@ def test_a_key_of_length_zero() -> None:
 def test_nearest(kind: str, width: int) -> None:
     rows = Rows(tokens(kind, 71), 2, width, torch.float32, kind)
     check_nearest(rows, some(4, 71))
-    check_nearest(rows, torch.ones_like(rows.here))
-    check_nearest(rows, torch.zeros_like(rows.here))
+    check_nearest(rows, torch.ones_like(rows.active))
+    check_nearest(rows, torch.zeros_like(rows.active))
 
 
 @here
@@ -174,7 +174,7 @@ def test_nearest_of_a_batch(kind: str) -> None:
 def test_rows_of_tokens_that_have_left() -> None:
     """Between two moves they keep their rows: they neither ask nor are asked for."""
     rows = Rows(tokens("ragged", 40), 2, 32, torch.float32, "ragged")
-    rows.here = rows.here & some(4, 40)
+    rows.active = rows.active & some(4, 40)
     check_nearest(rows, some(4, 40, share=0.8))
 
 
@@ -188,9 +188,9 @@ def test_of_equals_the_first() -> None:
         key[8 * i : 8 * i + 16] = torch.tensor([1.0, -1.0, 1.0, 1.0]).repeat(4)
     rows.k[:] = keys.expand(3, 2, 32).repeat(50, 1, 1).to(DEVICE)
     units = nearest_token.units(rows.k, rows.index, None, 1, 150)
-    among = torch.ones_like(rows.here)
+    among = torch.ones_like(rows.active)
     among[:, :50] = False
-    _, slot = nearest_token.nearest(units, rows.index, None, among, rows.here)
+    _, slot = nearest_token.nearest(units, rows.index, None, among, rows.active)
     expected = [51, 52, 50] * 50
     expected[50], expected[51], expected[52] = 53, 54, 55
     assert slot[0].tolist() == expected
@@ -201,7 +201,7 @@ def test_nan_is_like_nobody() -> None:
     rows = Rows(tokens("whole", 40, 1), 2, 32, torch.float32, "whole")
     rows.k[7] = float("nan")
     units = nearest_token.units(rows.k, rows.index, None, 1, 40)
-    value, slot = nearest_token.nearest(units, rows.index, None, rows.here, rows.here)
+    value, slot = nearest_token.nearest(units, rows.index, None, rows.active, rows.active)
     assert (float(value[0, 7]), int(slot[0, 7])) == (NOBODY, -1)
     others = torch.arange(40) != 7
     assert value[0, others].isfinite().all()
@@ -283,7 +283,7 @@ def test_worth() -> None:
 @here
 def test_training_on_masked_takes_the_kernels_and_evaluation_does_not() -> None:
     layout = Masked(torch.zeros(3, 37, 4, device=DEVICE), 1)
-    layout.live = layout.active = some(3, 37, share=0.7)
+    layout.alive = layout.active = some(3, 37, share=0.7)
     k = qkv(3 * 37, 2, 32).unflatten(0, (3, 37))
     taught = k.clone().requires_grad_() * 1.0
     with torch.no_grad():

@@ -29,8 +29,8 @@ def test_the_first_blocks_are_spared_and_nothing_is_looked_at() -> None:
     assert (live[:2] == out.trace.updated.shape[2] - 1).all()
     assert (live[2] == 0).all()  # already in this block's MLP
     assert (out.trace.attended[2, :, 1:].sum(-1) == live[1]).all()
-    looked = {s.present.sum() for s in out.spent}
-    assert len(out.spent) == 2  # attention and similarity, in block 3 alone: nobody is asked in the last
+    looked = {s.present.sum() for s in out.added_macs}
+    assert len(out.added_macs) == 2  # attention and similarity, in block 3 alone: nobody is asked in the last
     assert looked
 
 
@@ -44,7 +44,7 @@ def test_tokens_leave_where_a_supervisor_is_and_nothing_is_looked_at_elsewhere(d
     here = [2, 4] if decide == "between" else [3, 5]  # the first that misses them
     counts = live[:, :, 1:].sum((1, 2)).tolist()
     assert [i for i in range(1, 8) if counts[i] < counts[i - 1]] == here
-    assert len(out.spent) == 4  # attention and similarity, in two blocks
+    assert len(out.added_macs) == 4  # attention and similarity, in two blocks
     assert abs(float((out.macs / model.static_macs(out)).mean()) - 0.7) < 0.05
 
 

@@ -105,7 +105,9 @@ class TimmViT(Backbone):
     def check_size(self, height: int, width: int) -> None:
         if not self.module.dynamic_img_size:
             super().check_size(height, width)
-        elif not self.module.patch_embed.dynamic_img_pad and (height % self.patch_size[0] or width % self.patch_size[1]):
+        elif not self.module.patch_embed.dynamic_img_pad and (
+            height % self.patch_size[0] or width % self.patch_size[1]
+        ):
             patch = self.patch_size
             raise UserError(
                 f"Expected sides that are multiples of the {patch[0]} x {patch[1]} px patch, got {height} x {width}."

@@ -106,8 +106,8 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
     with torch.inference_mode():
         trace = model.eval()(tensors.to(keep.device, keep.dtype)).trace
     model.train(was_training)
-    grid = model.vit.patch_embed.grid_size
-    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, tuple(grid)).cpu()
+    grid = model.backbone.grid(*tensors.shape[2:])
+    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, grid).cpu()
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
     shown = (tensors * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     return halting_maps(shown.numpy(), depth.numpy(), model.shape.layers, columns=2)
@@ -115,9 +115,11 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
 
 def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
     """[B, C, H, W] pictures as the model reads them: PIL images, paths, or "samples"."""
-    if model.vit.in_chans not in (1, 3):
-        raise UserError(f"images: a model of {model.vit.in_chans} channels does not read pictures; leave them out.")
-    mode, transform = "RGB" if model.vit.in_chans == 3 else "L", model.preprocessing.evaluation()
+    if model.backbone.in_chans not in (1, 3):
+        raise UserError(
+            f"images: a model of {model.backbone.in_chans} channels does not read pictures; leave them out."
+        )
+    mode, transform = "RGB" if model.backbone.in_chans == 3 else "L", model.preprocessing.evaluation()
     return torch.stack([transform(rgb(picture).convert(mode)) for picture in _opened(images)])
 
 

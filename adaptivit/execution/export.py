@@ -26,13 +26,13 @@ from .. import __version__
 from ..budget import control
 from ..errors import UserError, first_line, unknown
 from ..forward import forward
-from .torch import Executor
 from ..layouts import Gathered, Layout, Masked
 from ..layouts.padded import Padded
 from ..model import AdaptiveViT
 from ..policies import spec
 from ..utils.atomic_io import write_bytes
 from .export_config import KINDS
+from .torch import Executor
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Padded}
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -56,7 +56,7 @@ class Program(nn.Module):
     def __init__(self, model: AdaptiveViT, kind: str) -> None:
         super().__init__()
         self.model, self.layout = model, LAYOUTS[kind]
-        one = torch.zeros(1, model.vit.in_chans, *model.vit.patch_embed.img_size)
+        one = torch.zeros(1, model.backbone.in_chans, *model.backbone.image_size)
         (turn,) = control.split_batch(model, one)
         self.policy = turn.policy
         self.shift, self.limit = (None if t is None else float(t) for t in (turn.shift, turn.limit))
@@ -129,8 +129,8 @@ def need(*modules: str) -> None:
 
 def trace(program: Program) -> Any:
     """torch.export's graph, for any number of images."""
-    vit = program.model.vit
-    example = torch.randn(3, vit.in_chans, *vit.patch_embed.img_size, generator=torch.Generator().manual_seed(0))
+    backbone = program.model.backbone
+    example = torch.randn(3, backbone.in_chans, *backbone.image_size, generator=torch.Generator().manual_seed(0))
     batch = torch.export.Dim("batch", min=1, max=65536)
     return torch.export.export(program, (example,), dynamic_shapes={"images": {0: batch}}, strict=False)
 
@@ -228,9 +228,9 @@ def sample(model: AdaptiveViT) -> Tensor:
     from ..checkpoint.model_card import SAMPLES, pictures_for
 
     noise = torch.randn(
-        2, model.vit.in_chans, *model.vit.patch_embed.img_size, generator=torch.Generator().manual_seed(1)
+        2, model.backbone.in_chans, *model.backbone.image_size, generator=torch.Generator().manual_seed(1)
     )
-    return torch.cat([pictures_for(model, SAMPLES), noise]) if model.vit.in_chans in (1, 3) else noise
+    return torch.cat([pictures_for(model, SAMPLES), noise]) if model.backbone.in_chans in (1, 3) else noise
 
 
 @contextmanager

@@ -63,14 +63,6 @@ class RowSchedule:
 
 
 @dataclass(frozen=True)
-class RowStats:
-    """What is known of the rows for the norm to come (ops/norm_folded.py)."""
-
-    values: Tensor  # [P, 2, R] mean and squared distances from it, of every `width` columns
-    width: int
-
-
-@dataclass(frozen=True)
 class KernelRows:
     """A layout's rows as the fused kernels take them."""
 
@@ -78,7 +70,6 @@ class KernelRows:
     index: Tensor | None = None  # [R] where each row is to be taken from first
     count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
     expected: int = 0  # rows that are expected
-    moments: RowStats | None = None  # of the rows, where they have been measured
 
 
 class Layout(ABC):

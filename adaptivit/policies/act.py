@@ -21,7 +21,7 @@ from .halting import Halting
 from .settings import ACTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

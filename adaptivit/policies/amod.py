@@ -23,7 +23,7 @@ from .mod import routed_blocks, skip
 from .settings import AMoDSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

@@ -24,7 +24,7 @@ from .halting import Halting
 from .settings import AViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

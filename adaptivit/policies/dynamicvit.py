@@ -27,7 +27,7 @@ from .common import check_blocks, fold, thirds, top
 from .settings import DynamicViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class Predictor(nn.Module):

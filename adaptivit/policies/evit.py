@@ -22,7 +22,7 @@ from .common import check_blocks, thirds, top
 from .settings import EViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class EViT(Policy):

@@ -26,7 +26,7 @@ from ..errors import UserError
 from .base import Policy
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 _TINY = 1e-30
 

@@ -31,7 +31,7 @@ from .common import check_blocks
 from .settings import FoldSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

@@ -24,7 +24,7 @@ from .common import check_blocks, top
 from .settings import MoDSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 def routed_blocks(blocks: tuple[int, ...] | None, first: int, layers: int) -> tuple[int, ...]:

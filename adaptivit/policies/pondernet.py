@@ -25,7 +25,7 @@ from .base import Policy
 from .settings import PonderNetSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

@@ -12,7 +12,7 @@ from .base import Policy
 from .settings import ReplaySettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class Replay(Policy):

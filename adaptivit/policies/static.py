@@ -18,7 +18,7 @@ from .base import Policy
 from .settings import StaticSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class Static(Policy):

@@ -27,7 +27,7 @@ from .common import join
 from .settings import ToMeSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 def schedule(r: tuple[int, ...] | int, inflection: float, layers: int) -> list[int]:
