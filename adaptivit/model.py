@@ -180,8 +180,8 @@ class AdaptiveViT(nn.Module):
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
-        GPU, is chosen where rows are moved (execution/row_schedule.py). compile: let torch.compile join what lies between the
-        kernels first (up to half a minute, once).
+        GPU, is chosen where rows are moved (execution/row_schedule.py). compile: torch.compile joins what lies between
+        the kernels first (up to half a minute, once).
         """
         return Captured(self, batch, layout, profile, compile)
 

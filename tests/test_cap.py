@@ -32,9 +32,7 @@ TYPES = (Masked, Packed, PackedOnDevice)
 
 def run(model: Any, kind: type[layouts.Layout], images: Tensor, shift: Tensor | None, limit: Tensor | None) -> Output:
     turn = RunSetting(model.policy, shift, limit)
-    return model._run(
-        Choice(kind, Executor(model.backbone)), images, turn=turn
-    )  # with gradients on: timm's own modules
+    return model._run(Choice(kind, Executor(model.backbone)), images, turn=turn)
 
 
 def hostile(seed: int, batch: int = 5) -> Tensor:

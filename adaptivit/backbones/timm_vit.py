@@ -92,7 +92,7 @@ class TimmViT(Backbone):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        return self.module.patch_embed.img_size
+        return tuple(self.module.patch_embed.img_size)
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -103,12 +103,10 @@ class TimmViT(Backbone):
         return embed.dynamic_feat_size((height, width)) if self.module.dynamic_img_size else embed.grid_size
 
     def check_size(self, height: int, width: int) -> None:
+        patch = self.patch_size
         if not self.module.dynamic_img_size:
             super().check_size(height, width)
-        elif not self.module.patch_embed.dynamic_img_pad and (
-            height % self.patch_size[0] or width % self.patch_size[1]
-        ):
-            patch = self.patch_size
+        elif not self.module.patch_embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
             raise UserError(
                 f"Expected sides that are multiples of the {patch[0]} x {patch[1]} px patch, got {height} x {width}."
             )

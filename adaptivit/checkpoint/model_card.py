@@ -115,11 +115,10 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
 
 def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
     """[B, C, H, W] pictures as the model reads them: PIL images, paths, or "samples"."""
-    if model.backbone.in_chans not in (1, 3):
-        raise UserError(
-            f"images: a model of {model.backbone.in_chans} channels does not read pictures; leave them out."
-        )
-    mode, transform = "RGB" if model.backbone.in_chans == 3 else "L", model.preprocessing.evaluation()
+    channels = model.backbone.in_chans
+    if channels not in (1, 3):
+        raise UserError(f"images: a model of {channels} channels does not read pictures; leave them out.")
+    mode, transform = "RGB" if channels == 3 else "L", model.preprocessing.evaluation()
     return torch.stack([transform(rgb(picture).convert(mode)) for picture in _opened(images)])
 
 

@@ -33,7 +33,7 @@ class Preprocessing:
         known = getattr(vit, "pretrained_cfg", None) or {}
         named: dict[str, Any] = {k: known[k] for k in ("mean", "std", "crop_pct", "interpolation") if known.get(k)}
         named.update({k: tuple(named[k]) for k in ("mean", "std") if k in named})
-        return cls(size=tuple(size), **named)
+        return cls(size=size, **named)
 
     @classmethod
     def from_config(cls, values: dict[str, Any]) -> Preprocessing:

@@ -49,8 +49,8 @@ def choose(
 ) -> Choice:
     """The layout of that name (`auto`: the fastest one that is correct) and the executor with the fewest passes.
 
-    A policy with `fixed_counts` keeps equally many tokens in every image: fixed shapes, which `gathered` runs. Gradients
-    of absent keys (straight-through halting) exist on `masked` alone, so others train there. Without fused kernels a
+    A policy with `fixed_counts` keeps as many tokens in every image: fixed shapes, which `gathered` runs. Gradients of
+    absent keys (straight-through halting) exist on `masked` alone, so others train there. Without fused kernels a
     packed batch on a GPU attends length by length and waits for every count, which costs more than it saves.
     """
     if layout not in LAYOUTS and layout != "auto":
