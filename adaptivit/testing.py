@@ -124,7 +124,7 @@ def _cost(model: AdaptiveViT, images: Tensor, what: str) -> None:
 def _gradients(model: AdaptiveViT, images: Tensor, what: str) -> None:
     model.train()
     model.zero_grad()
-    output = model(images, layout="masked", aux=model.policy.offers)
+    output = model(images, layout="masked", aux=model.policy.optional_aux)
     output.logits.float().pow(2).mean().backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

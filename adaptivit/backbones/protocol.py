@@ -95,6 +95,11 @@ class Backbone(ABC):
     @abstractmethod
     def patch_size(self) -> tuple[int, int]: ...
 
+    @property
+    def drop_path_rate(self) -> float:
+        """Of the last block, which has the highest."""
+        return 0.0
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patches (rows, columns) of an image of this size."""
         return height // self.patch_size[0], width // self.patch_size[1]

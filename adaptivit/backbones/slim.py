@@ -6,8 +6,6 @@ drawn anew; without fine-tuning such a model is no good.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -42,10 +40,9 @@ def _macs(vit: VisionTransformer) -> float:
 
 
 def _make(vit: VisionTransformer, width: int, meta: bool) -> VisionTransformer:
-    last: Any = vit.blocks[-1]
     given = TimmViT(vit).arguments() | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
     given |= {"num_classes": vit.num_classes}
-    if rate := float(getattr(last.drop_path1, "drop_prob", 0.0) or 0.0):
+    if rate := TimmViT(vit).drop_path_rate:
         given["drop_path_rate"] = rate
     with torch.device("meta" if meta else "cpu"):
         made = TimmViT.build(given)

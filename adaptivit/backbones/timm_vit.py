@@ -98,6 +98,10 @@ class TimmViT(Backbone):
     def patch_size(self) -> tuple[int, int]:
         return self.module.patch_embed.patch_size
 
+    @property
+    def drop_path_rate(self) -> float:
+        return float(getattr(self.blocks[-1].drop_path1, "drop_prob", 0.0) or 0.0)
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         embed = self.module.patch_embed
         return embed.dynamic_feat_size((height, width)) if self.module.dynamic_img_size else embed.grid_size

@@ -39,7 +39,9 @@ def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
     """The card of a checkpoint with this config.json; `images` as it was given to `maps`, `name` as on the Hub."""
     backbone, policy = config["backbone"], config["policy"]
     given = backbone.get("kwargs", {})
-    called = backbone["name"] or f"VisionTransformer of width {given['embed_dim']} with {given['depth']} blocks"
+    called = backbone["name"] or backbone.get("family", "timm_vit")
+    if "embed_dim" in given and not backbone["name"]:
+        called = f"VisionTransformer of width {given['embed_dim']} with {given['depth']} blocks"
     size = " x ".join(map(str, config["preprocessing"]["size"]))
     parts = [
         f"---\nlibrary_name: adaptivit\npipeline_tag: image-classification\ntags:\n- adaptivit\n- {policy}\n---",
