@@ -16,8 +16,8 @@ from torch import Tensor
 
 import adaptivit
 from adaptivit.budget.control import RunSetting
+from adaptivit.checkpoint import export
 from adaptivit.errors import UserError
-from adaptivit.execution import export
 from adaptivit.execution.torch import Executor
 from adaptivit.forward import forward
 from adaptivit.layouts.padded import Padded

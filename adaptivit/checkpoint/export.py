@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..budget import control
 from ..errors import UserError, first_line, unknown
+from ..execution.torch import Executor
 from ..forward import forward
 from ..layouts import Gathered, Layout, Masked
 from ..layouts.padded import Padded
@@ -32,7 +33,6 @@ from ..model import AdaptiveViT
 from ..policies import spec
 from ..utils.atomic_io import write_bytes
 from .export_config import KINDS
-from .torch import Executor
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Padded}
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -225,7 +225,7 @@ def compare(model: AdaptiveViT, run: Run, images: Tensor, tolerance: float) -> t
 
 def sample(model: AdaptiveViT) -> Tensor:
     """scikit-learn's two photos where the model reads pictures, and as much noise."""
-    from ..checkpoint.model_card import SAMPLES, pictures_for
+    from .model_card import SAMPLES, pictures_for
 
     noise = torch.randn(
         2, model.backbone.in_chans, *model.backbone.image_size, generator=torch.Generator().manual_seed(1)
