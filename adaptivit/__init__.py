@@ -18,7 +18,7 @@ _HOME = {
     "load": "factory",
     "from_pretrained": "checkpoint.hub",
     "features": "evaluation.dense_features",
-    "export": "execution.export",
+    "export": "checkpoint.export",
     "AdaptiveViT": "model",
     "Output": "output",
     "Trace": "decision",
@@ -62,12 +62,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .checkpoint.export import export
     from .checkpoint.hub import from_pretrained
     from .checkpoint.traces import load_trace, save_trace
     from .decision import Drop, Keep, Merge, Skip, Trace
     from .errors import UserError
     from .evaluation.dense_features import features
-    from .execution.export import export
     from .factory import create, load
     from .model import AdaptiveViT
     from .output import Output

@@ -15,7 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backbones.timm_vit import Shape
+
+@dataclass(frozen=True)
+class Shape:
+    """The facts of a backbone that policies, layouts and cost need."""
+
+    layers: int
+    tokens: int  # at the nominal image size; a forward pass counts its own
+    num_prefix_tokens: int  # class, distillation and register tokens
+    dim: int
+    heads: int
+    attention_dim: int  # heads x head width
+    mlp_dim: int
+    patch_macs: int  # multiply-accumulates to embed one patch
+    classes: int
+    num_classifiers: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
+    class_token: bool
+    head_tokens: int  # leading slots that the head reads; `tokens` when it pools over patches
+    gated: bool = False  # attention output gate (a linear layer more)
+    latent_pool: bool = False  # attention pooling head
+    pool_prefix: bool = False  # which pools over the prefix tokens too
 
 
 def row_macs(module: nn.Module) -> int:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from . import __version__, policies
+from .backbones import family_of
+from .backbones.build import build_backbone, rebuild
 from .backbones.slim import narrow
-from .backbones.timm_vit import Shape, inspect
 from .budget import control
 from .checkpoint import format as checkpoint
+from .cost import Shape
 from .data.preprocess import Preprocessing
-from .errors import UnsupportedBackbone, UserError, WeightsError
+from .errors import UserError, WeightsError
 from .model import AdaptiveViT
 from .policies.spec import make
 from .policies.spec import spec as settings_text
@@ -92,7 +89,7 @@ def load(directory: str | Path) -> AdaptiveViT:
     _check_policy(config, path)
     try:
         described = config["backbone"]
-        vit = build_backbone(described.get("name") or described["kwargs"], **described["changes"])
+        vit = rebuild(described)
         model = AdaptiveViT(vit, config["policy"], config["settings"], described.get("name"))
         _describe(model, config)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -147,29 +144,15 @@ def _from_directory(
 ) -> AdaptiveViT:
     """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
     stored = checkpoint.read(directory)
-    config, state = stored.config, stored.state
-    name = config["backbone"].get("name")
-    if isinstance(backbone, str) and name is not None and backbone != name:
-        raise WeightsError(f"{directory} holds the backbone {name!r}, but {backbone!r} was asked for.")
-    if config["policy"] not in ("static", policy) and policy != "static":
-        raise WeightsError(f"{directory} holds the policy {config['policy']!r}, but {policy!r} was asked for.")
-    same = config["policy"] == policy
-    if same:
-        _check_policy(config, directory / "config.json")
-    narrowed = bool(config.get("whole"))
+    config, narrowed = stored.config, bool(stored.config.get("whole"))
+    same = _check_asked(backbone, policy, config, directory)
     if narrowed:
         _check_narrow(config, policy, directory, settings)
         backbone = _narrow_backbone(backbone, config, directory)
-    rows = state["head.weight"].shape[0] if "head.weight" in state else None
-    if changes["num_classes"] is None:
-        changes["num_classes"] = backbone.get("num_classes") if isinstance(backbone, Mapping) else None
-    keep_head = changes["num_classes"] in (None, rows)
-    if keep_head:
-        changes["num_classes"] = rows
-    if changes["img_size"] is None:
-        changes["img_size"] = config["backbone"]["changes"].get("img_size")
+    keep_head = _fill_changes(changes, backbone, stored)
     vit = build_backbone(backbone, **changes)
-    model = AdaptiveViT(vit, policy, (config["settings"] if same else {}) | settings, name)
+    stored_settings = config["settings"] if same else {}
+    model = AdaptiveViT(vit, policy, stored_settings | settings, config["backbone"].get("name"))
     size = model.preprocessing.size
     _describe(model, config)
     model.preprocessing = replace(model.preprocessing, size=size)
@@ -177,17 +160,49 @@ def _from_directory(
         model.class_names = None
     if model.whole is not None and model.shape.num_classifiers:
         model.whole = replace(model.whole, classes=model.shape.classes)
-    checkpoint.fit_backbone(vit, state, str(directory), replace_head=not keep_head)
+    checkpoint.fit_backbone(vit, stored.state, str(directory), replace_head=not keep_head)
     if same:
         _check_settings(model, config["settings"], settings, directory)
-        own = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
-        checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
-        model.policy.load_state_dict(own)
-        if model.policy.settings == make(policy, config["settings"]) and keep_head:  # else its curve is another
-            held = control.fitting(model, config.get("calibration"), config.get("max_macs"))
-            _restore(model, *held, directory / "config.json")
+        _take_policy(model, stored, directory, keep_head)
     stored.check_digest()
     return model.eval() if narrowed else _narrowed(model).eval()
+
+
+def _check_asked(backbone: Any, policy: str, config: dict[str, Any], directory: Path) -> bool:
+    """Refuse a checkpoint of another backbone or policy; True if it is of the same policy."""
+    name, held = config["backbone"].get("name"), config["policy"]
+    if isinstance(backbone, str) and name is not None and backbone != name:
+        raise WeightsError(f"{directory} holds the backbone {name!r}, but {backbone!r} was asked for.")
+    if held not in ("static", policy) and policy != "static":
+        raise WeightsError(f"{directory} holds the policy {held!r}, but {policy!r} was asked for.")
+    if held == policy:
+        _check_policy(config, directory / "config.json")
+    return bool(held == policy)
+
+
+def _fill_changes(changes: dict[str, Any], backbone: Any, stored: checkpoint.Stored) -> bool:
+    """Take classes and image size from the checkpoint where none are asked for; True if its head is kept."""
+    head = stored.state.get("head.weight")
+    rows = None if head is None else head.shape[0]
+    if changes["num_classes"] is None and isinstance(backbone, Mapping):
+        changes["num_classes"] = backbone.get("num_classes")
+    keep_head = changes["num_classes"] in (None, rows)
+    if keep_head:
+        changes["num_classes"] = rows
+    if changes["img_size"] is None:
+        changes["img_size"] = stored.config["backbone"]["changes"].get("img_size")
+    return keep_head
+
+
+def _take_policy(model: AdaptiveViT, stored: checkpoint.Stored, directory: Path, keep_head: bool) -> None:
+    """The policy's own weights, and its cost curve where the model is still the one that was measured."""
+    config, own = stored.config, {k: v for k, v in stored.state.items() if k.startswith("policy.")}
+    own = {k.removeprefix("policy."): v for k, v in own.items()}
+    checkpoint.check_fit(model.policy.state_dict(), own, f"{directory} (policy)")
+    model.policy.load_state_dict(own)
+    if model.policy.settings == make(model.policy_name, config["settings"]) and keep_head:
+        held = control.fitting(model, config.get("calibration"), config.get("max_macs"))
+        _restore(model, *held, directory / "config.json")
 
 
 def _check_settings(model: AdaptiveViT, stored: dict[str, Any], asked: dict[str, Any], directory: Path) -> None:
@@ -227,16 +242,12 @@ def _check_narrow(config: dict[str, Any], policy: str, directory: Path, asked: d
 def _narrow_backbone(backbone: Any, config: dict[str, Any], directory: Path) -> Any:
     """What a narrow checkpoint's backbone is made of, once it is clear that it was cut out of the one asked for."""
     with torch.device("meta"):
-        asked = inspect(backbone if isinstance(backbone, nn.Module) else build_backbone(backbone))
+        given = backbone if isinstance(backbone, nn.Module) else build_backbone(backbone)
+        asked = family_of(given)(given).inspect()
     whole = Shape(**config["whole"])
     if asked.dim == config["backbone"]["kwargs"]["embed_dim"]:  # the narrow one itself was asked for
         return backbone
-    free: dict[str, Any] = {
-        "tokens": 0,
-        "head_tokens": 0,
-        "classes": 0,
-        "num_classifiers": 0,
-    }  # image sizes and heads may differ
+    free: Any = dict.fromkeys(("tokens", "head_tokens", "classes", "num_classifiers"), 0)  # sizes and heads may differ
     if replace(asked, **free) != replace(whole, **free):
         raise WeightsError(
             f"{directory} holds a backbone cut out of one of width {whole.dim} with {whole.layers} blocks and "
@@ -244,127 +255,3 @@ def _narrow_backbone(backbone: Any, config: dict[str, Any], directory: Path) -> 
             "asked for."
         )
     return config["backbone"]["kwargs"]
-
-
-def build_backbone(
-    backbone: str | nn.Module | Mapping[str, Any],
-    num_classes: int | None = None,
-    img_size: int | tuple[int, int] | None = None,
-    drop_path_rate: float = 0.0,
-    pretrained: bool = False,
-) -> VisionTransformer:
-    """A timm VisionTransformer from what a user may give."""
-    if isinstance(backbone, nn.Module):
-        if pretrained:
-            raise UserError("weights=True downloads by timm name; this backbone is a module.")
-        inspect(backbone)
-        vit: Any = backbone
-        own = getattr(vit.blocks[-1].drop_path1, "drop_prob", 0.0)
-        if drop_path_rate not in (0.0, own):
-            raise UserError(f"drop_path_rate: the module brings its own, {own}; make it with {drop_path_rate}.")
-        if num_classes is not None and vit.num_classes != num_classes:
-            vit.reset_classifier(num_classes)
-        if img_size is not None:
-            vit.set_input_size(img_size=(img_size, img_size) if isinstance(img_size, int) else tuple(img_size))
-        return vit
-    given: dict[str, Any] = {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
-    if img_size is not None:
-        given["img_size"] = img_size
-    if num_classes is not None:
-        given["num_classes"] = num_classes
-    if not isinstance(backbone, str):
-        try:
-            return _plain(**(dict(backbone) | given))
-        except (TypeError, AssertionError) as error:
-            raise UserError(f"backbone: these are not arguments of timm's VisionTransformer ({error}).") from None
-    if backbone == "digits_vit":
-        from .data import digits
-
-        if pretrained:
-            raise UserError("digits_vit has no weights to download; train it: adaptivit train --data digits.")
-        small: VisionTransformer = digits.prepare(_plain(**(digits.BACKBONE | given)))
-        return small
-    if not timm.is_model(backbone):
-        near = timm.list_models(f"*{backbone.split('.')[0][:9]}*")
-        hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
-        raise UserError(f"Unknown timm model {backbone!r}.{hint}")
-    logging.getLogger("timm").setLevel(logging.WARNING)
-    try:
-        made = timm.create_model(backbone, pretrained=pretrained, **given)
-    except TypeError as error:
-        raise UnsupportedBackbone(
-            f"{backbone} is not a VisionTransformer that takes these settings ({error})."
-        ) from None
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(f"timm could not make {backbone}: {error}") from None
-    except OSError as error:
-        raise WeightsError(f"timm could not download the weights of {backbone}: {error}") from None
-    return made
-
-
-def _plain(*, distilled: bool = False, norm_eps: float = 1e-6, **kwargs: Any) -> VisionTransformer:
-    norm = functools.partial(nn.LayerNorm, eps=norm_eps)
-    cls = VisionTransformerDistilled if distilled else VisionTransformer
-    return cls(norm_layer=norm, **kwargs)
-
-
-def describe_backbone(model: AdaptiveViT) -> dict[str, Any]:
-    """What build_backbone needs to make this backbone again; refuses what it could not describe."""
-    vit = model.vit
-    size = list(vit.patch_embed.img_size)
-    changes = {"num_classes": vit.num_classes, "img_size": size}
-    if model.backbone_name is not None:
-        described: dict[str, Any] = {"name": model.backbone_name, "changes": changes}
-    else:
-        described = {"name": None, "kwargs": arguments(vit), "changes": changes}
-    with torch.device("meta"):
-        again = build_backbone(described["name"] or described["kwargs"], **changes)
-    same = {k: v.shape for k, v in vit.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
-    if not same or _fingerprint(vit) != _fingerprint(again):
-        raise UserError(
-            "This VisionTransformer cannot be described by its arguments, so it cannot be saved as a checkpoint; "
-            "make it by its timm name, or by create({'embed_dim': ..., 'depth': ...}, ...)."
-        )
-    return described
-
-
-def arguments(vit: VisionTransformer) -> dict[str, Any]:
-    """Keyword arguments that make such a VisionTransformer again."""
-    block: Any = vit.blocks[0]
-    layer_scale = getattr(block.ls1, "init_values", None)
-    return {
-        "distilled": isinstance(vit, VisionTransformerDistilled),
-        "norm_eps": block.norm1.eps,
-        "patch_size": list(vit.patch_embed.patch_size),
-        "in_chans": vit.in_chans,
-        "embed_dim": vit.embed_dim,
-        "depth": len(vit.blocks),
-        "num_heads": block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
-        "qkv_bias": block.attn.qkv.bias is not None,
-        "proj_bias": block.attn.proj.bias is not None,
-        "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
-        "scale_attn_norm": not isinstance(block.attn.norm, nn.Identity),
-        "scale_mlp_norm": not isinstance(block.mlp.norm, nn.Identity),
-        "init_values": layer_scale,
-        "global_pool": vit.global_pool,
-        "class_token": vit.has_class_token,
-        "reg_tokens": vit.num_reg_tokens,
-        "no_embed_class": vit.no_embed_class,
-        "pos_embed": "none" if vit.pos_embed is None else "learn",
-        "pre_norm": not isinstance(vit.norm_pre, nn.Identity),
-        "final_norm": not (isinstance(vit.norm, nn.Identity) and isinstance(vit.fc_norm, nn.Identity)),
-        "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
-        "pool_include_prefix": vit.pool_include_prefix,
-        "dynamic_img_size": vit.dynamic_img_size,
-        "dynamic_img_pad": vit.patch_embed.dynamic_img_pad,
-    }
-
-
-def _fingerprint(vit: VisionTransformer) -> list[str]:
-    """What the arguments must reproduce beside the weights: kinds of modules, epsilons, activations."""
-    return [
-        f"{name} {type(m).__name__} {m.extra_repr()}"
-        for name, m in vit.named_modules()
-        if not isinstance(m, (nn.Dropout, nn.Identity)) and "drop_path" not in name
-    ]

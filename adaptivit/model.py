@@ -1,4 +1,4 @@
-"""An adaptive ViT: a timm backbone and a policy, run by the loop in forward.py."""
+"""An adaptive ViT: a backbone and a policy, run by the loop in forward.py."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from . import layouts, policies
-from .backbones import timm_vit
-from .backbones.timm_vit import Shape, inspect
+from . import policies
+from .backbones import family_of
+from .backbones.protocol import Backbone
 from .budget import control
 from .budget import curve as budgets
 from .budget.curve import Budget, Calibration
-from .cost import CostModel
+from .cost import CostModel, Shape
 from .data.preprocess import Preprocessing
 from .decision import Trace
 from .errors import UserError
-from .execution import checkpointed, compiled, cpu, triton
+from .execution import select
 from .execution.cuda_graph import Captured
-from .execution.norm_fused import Folded
+from .execution.select import Choice
 from .forward import forward
 from .layouts import Layout, PackedOnDevice, RowSchedule
 from .output import Output
@@ -32,20 +31,21 @@ from .policies.base import Policy
 
 
 class AdaptiveViT(nn.Module):
-    """`vit` is the timm model, untouched; `policy` decides. Both are ordinary modules with ordinary parameters."""
+    """`vit` is the backbone's module, untouched; `policy` decides. Both have ordinary parameters."""
 
-    whole_end = False  # compact layouts take patches through the last MLP though nobody reads them
+    full_last_mlp = False  # compact layouts take patches through the last MLP though nothing reads them
 
-    def __init__(self, vit: VisionTransformer, policy: str, settings: dict[str, Any], name: str | None = None) -> None:
+    def __init__(self, vit: nn.Module, policy: str, settings: dict[str, Any], name: str | None = None) -> None:
         super().__init__()
-        self.shape = inspect(vit)
-        self.vit = vit
+        self._family = family_of(vit)
+        self.vit: Any = vit
+        self.shape = self.backbone.inspect()
         self.policy_name = policy
         self.backbone_name = name  # the timm name, where there is one
         self.policy = policies.build(policy, self.shape, settings)
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
-        self.regional = False  # the blocks of training, and of a teacher, are compiled (--compile blocks)
-        self.recompute = False  # in training: blocks are computed again in the backward pass instead of kept
+        self.compile_blocks = False  # in training, and of a teacher: execution/compiled.py
+        self.recompute = False  # in training: execution/checkpointed.py
         self.class_names: list[str] | None = None
         self.calibration: Calibration | None = None  # what each position of the policy's dial costs
         self._budget: Budget | None = None
@@ -53,7 +53,7 @@ class AdaptiveViT(nn.Module):
         self._max_macs: str | None = None
         self._limit: float | None = None
         self._turned: dict[float, Policy] = {}  # this policy at other positions, with the same parameters
-        self.preprocessing = Preprocessing.of(vit)
+        self.preprocessing = Preprocessing.of(vit, self.backbone.image_size)
         self.notes: dict[str, Any] = {}  # what its checkpoint says beside the model: results, calibration ...
         self.noted = ""  # the weights and settings for which they hold (checkpoint.identity)
 
@@ -81,28 +81,24 @@ class AdaptiveViT(nn.Module):
             return self._run(choice, images, aux, turn=turns[0])
         return control.join_outputs(turns, [self._run(choice, images[t.images], aux, turn=t) for t in turns])
 
+    @property
+    def backbone(self) -> Backbone:
+        """`vit` as the loop uses it."""
+        return self._family(self.vit)
+
     def _run(
         self,
-        choice: layouts.Choice,
+        choice: Choice,
         images: Tensor,
         aux: Collection[str] = (),
         plan: RowSchedule | None = None,
         turn: control.RunSetting | None = None,
-        folded: Folded | None = None,
     ) -> Output:
-        turn = control.RunSetting(self.policy) if turn is None else turn
-        make: Callable[[Tensor, int], Layout] = choice.type
-        if choice.type is PackedOnDevice:
+        make: Callable[[Tensor, int], Layout] = choice.layout
+        if choice.layout is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
-        blocks: Any = timm_vit if not choice.fused else triton if folded is None else folded
-        if blocks is timm_vit and self.regional and (self.training or not choice.type.drops_rows):
-            blocks = compiled
-        if self.recompute and self.training and torch.is_grad_enabled():
-            blocks = checkpointed
-        if blocks is timm_vit and choice.type.drops_rows and not self.training:
-            blocks = cpu if cpu.refusal(self.vit, images.dtype, images.device) is None else timm_vit
-        whole = self.whole_end or blocks is compiled  # which would need one more graph
-        return forward(self.vit, self.shape, turn.policy, make, images, aux, blocks, turn.shift, turn.limit, whole)
+        setting = control.RunSetting(self.policy) if turn is None else turn
+        return forward(choice.executor, make, images, setting, aux, self.full_last_mlp)
 
     # -- what it may cost --------------------------------------------------------------------------------------
     def calibrate(
@@ -160,10 +156,18 @@ class AdaptiveViT(nn.Module):
         limit = None if given is None else control.checked_limit(self, given, self.shape.tokens)
         self._limit, self._max_macs = limit, None if limit is None else budgets.parse(given).text
 
-    def _choose(self, layout: str, device: torch.device) -> layouts.Choice:
-        refusal = "training" if self.training else triton.refusal(self.vit, next(self.parameters()).dtype, device)
-        equal = self.policy.equal_in_training if self.training else self.policy.equal
-        return layouts.choose(layout, training=self.training, device=device, equal=equal, refusal=refusal)
+    def _choose(self, layout: str, device: torch.device) -> Choice:
+        fixed = self.policy.equal_in_training if self.training else self.policy.equal
+        return select.choose(
+            self.backbone,
+            layout,
+            device,
+            next(self.parameters()).dtype,
+            fixed_counts=fixed,
+            training=self.training,
+            compile_blocks=self.compile_blocks,
+            recompute=self.recompute,
+        )
 
     def capture(
         self,
@@ -172,27 +176,20 @@ class AdaptiveViT(nn.Module):
         layout: str = "auto",
         profile: Tensor | Trace | Sequence[float] | None = None,
         compile: bool = True,
-        fold_norms: bool = True,
     ) -> Captured:
         """This model's forward pass for batches of up to `batch` images as one CUDA graph: call it like the model.
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
-        GPU, is chosen where rows are moved (schedule.py). compile: let torch.compile join what lies between the
-        kernels first (up to half a minute, once). fold_norms: work LayerNorms into the products behind them, where
-        rows do not move.
+        GPU, is chosen where rows are moved (execution/row_schedule.py). compile: torch.compile joins what lies between
+        the kernels first (up to half a minute, once).
         """
-        return Captured(self, batch, layout, profile, compile, fold_norms=fold_norms)
+        return Captured(self, batch, layout, profile, compile)
 
     def explain_layout(self, layout: str = "auto") -> str:
         """Which layout would run now, with which kernels, and why, in a line."""
         device = next(self.parameters()).device
-        dtype = next(self.parameters()).dtype
         with torch.inference_mode():
-            choice, refusal = self._choose(layout, device), triton.refusal(self.vit, dtype, device)
-            lean_too = choice.type.drops_rows and not self.training and cpu.refusal(self.vit, dtype, device) is None
-        how = "fused Triton kernels" if choice.fused else "products in place" if lean_too else "timm's modules"
-        because = "" if choice.fused or refusal is None or device.type == "cpu" else f" (no fused kernels: {refusal})"
-        return f"{choice.type.name} on {device.type} with {how}{because}: {choice.why}"
+            return self._choose(layout, device).explain(device)
 
     def _check(self, images: Tensor) -> None:
         if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
@@ -200,24 +197,12 @@ class AdaptiveViT(nn.Module):
             raise UserError(f"Expected a float tensor [batch, channels, height, width], got {what}.")
         if len(images) == 0:
             raise UserError("Expected at least one image, got an empty batch.")
-        if images.shape[1] != self.vit.in_chans:
-            raise UserError(f"Expected images with {self.vit.in_chans} channels, got {images.shape[1]}.")
-        wanted = next(self.parameters()).dtype
-        if images.dtype != wanted and not torch.is_autocast_enabled(images.device.type):
-            raise UserError(f"Expected images of {wanted}, as the weights are, got {images.dtype}.")
-        patch, embed = self.vit.patch_embed.patch_size, self.vit.patch_embed
-        whole = all(s % p == 0 for s, p in zip(images.shape[2:], patch, strict=True))
-        if self.vit.dynamic_img_size and not embed.dynamic_img_pad and not whole:
-            raise UserError(
-                f"Expected sides that are multiples of the {patch[0]} x {patch[1]} px patch, "
-                f"got {images.shape[2]} x {images.shape[3]}."
-            )
-        size = self.vit.patch_embed.img_size
-        if not self.vit.dynamic_img_size and size is not None and tuple(images.shape[2:]) != tuple(size):
-            raise UserError(
-                f"Expected images of {size[0]} x {size[1]} px, got {images.shape[2]} x {images.shape[3]}. "
-                "Resize them, or create the model with img_size=..."
-            )
+        backbone, dtype = self.backbone, next(self.parameters()).dtype
+        if images.shape[1] != backbone.in_chans:
+            raise UserError(f"Expected images with {backbone.in_chans} channels, got {images.shape[1]}.")
+        if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
+            raise UserError(f"Expected images of {dtype}, as the weights are, got {images.dtype}.")
+        backbone.check_size(*images.shape[2:])
 
     def static_macs(self, output: Output) -> float:
         """MACs an image of the whole backbone with every token everywhere: what a saving is measured against."""

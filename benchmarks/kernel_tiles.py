@@ -2,8 +2,7 @@
 
 The tables behind tile_for in adaptivit/kernels/. Triton compiles every tile first, which takes long: run it with
 --compile I/N in N processes side by side (nothing is timed then), and then once without. Prints the fastest tiles of
-every case, with the error against float32, beside the tile that tile_for chooses. --products fc2 --measured: those
-alone, with the moments of what they write.
+every case, with the error against float32, beside the tile that tile_for chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.kernels import linear, norm, norm_folded, norm_linear
+from adaptivit.kernels import linear, norm, norm_linear
 
 LINEAR = [
     linear.Tile(m, n, k, warps, stages, residents, parts)
@@ -58,9 +57,7 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
 
-def cases(
-    rows: int, width: int, only: list[str], measured: bool
-) -> Iterator[tuple[str, list[Any], Callable[[Any], Tensor], Tensor]]:
+def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[Any], Callable[[Any], Tensor], Tensor]]:
     """What is timed: name, tiles, how to run one (None: as the library does), what should come out."""
     count = torch.tensor([rows], device="cuda", dtype=torch.int32)
     x, hidden = noise(rows, width), noise(rows, 4 * width)
@@ -79,10 +76,6 @@ def cases(
             def product(
                 tile: Any, given: Any = given, w: Any = weight, b: Any = bias, r: Any = residual, g: Any = gelu
             ) -> Tensor:
-                if measured and r is not None:
-                    if tile is None:
-                        return norm_folded.measured(given, w, b, r, None, count, rows)[0]
-                    return norm_folded.run_measured(given, w, b, r, None, count, tile)[0]
                 if tile is None:
                     return linear.linear(given, w, b, r, None, count, g, rows)
                 return linear.run(given, w, b, r, None, count, g, tile)
@@ -107,7 +100,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["linear", "norm_linear"], choices=[*KINDS, "norm_linear"])
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
-    parser.add_argument("--measured", action="store_true", help="proj and fc2 measure the rows that they write")
     parser.add_argument("--rows", nargs="+", type=int, default=[197, 1576, 6304, 50432])
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--compile", metavar="I/N", help="only compile every N-th tile, from the I-th on")
@@ -116,7 +108,7 @@ def main() -> None:
     from triton.testing import do_bench_cudagraph
 
     for rows in options.rows:  # Triton compiles anew for 1, and for multiples of 16
-        for name, tiles, run, reference in cases(rows, options.width, options.only, options.measured):
+        for name, tiles, run, reference in cases(rows, options.width, options.only):
             if name.split()[-1] not in options.products:
                 continue
             if options.compile:

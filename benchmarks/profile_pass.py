@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--backbone", default="deit_small_patch16_224")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
-    parser.add_argument("--norms-apart", action="store_true", help="norms are passes of their own (fold_norms=False)")
     parser.add_argument("--kernels", type=int, default=25, help="of the slowest kernels, so many")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -46,8 +45,7 @@ def main() -> None:
         model = adaptivit.create(vit, policy, **values).cuda().to(torch.bfloat16).eval()
         for kind in given.compile:
             began = time.perf_counter()
-            fold = not given.norms_apart
-            fast = model.capture(given.batch, profile=profile, compile=kind == "yes", fold_norms=fold)
+            fast = model.capture(given.batch, profile=profile, compile=kind == "yes")
             made = time.perf_counter() - began
             name = f"{spec}, batch {given.batch}, {'compiled' if kind == 'yes' else 'as it is'}"
             print(f"\n{fast.explain()}")

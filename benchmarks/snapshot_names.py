@@ -31,7 +31,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "train:objective",
     ),
     "compute_losses": ("training.step:compute_losses", "training.step:judged", "trainer:judged"),
-    "Program": ("execution.export:Program", "exporting:Program"),
+    "Program": ("checkpoint.export:Program", "execution.export:Program", "exporting:Program"),
     "Plan": ("layouts:Plan",),
     "NormFused": ("execution.norm_fused:NormFused", "execution.norm_fused:Folded", "folded:Folded"),
     "UserError": ("errors:UserError",),

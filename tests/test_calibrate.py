@@ -21,7 +21,6 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit import layouts
 from adaptivit.budget import control
 from adaptivit.budget.control import RunSetting
 from adaptivit.budget.curve import Calibration, parse
@@ -30,6 +29,8 @@ from adaptivit.data import dataset
 from adaptivit.data.dataset import Images
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.evaluation import timing
+from adaptivit.execution.select import Choice
+from adaptivit.execution.torch import Executor
 from adaptivit.experiments import calibrate
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.utils import hardware
@@ -224,7 +225,7 @@ def test_on_the_device_layout(case: str) -> None:
     model = calibrated(case)
     images, shift = pictures(4, seed=5), torch.tensor([-3.0, 0.0, 0.7, 4.0])
     runs = [
-        model._run(layouts.Choice(kind, False, ""), images, turn=RunSetting(model.policy, shift))
+        model._run(Choice(kind, Executor(model.backbone)), images, turn=RunSetting(model.policy, shift))
         for kind in (Masked, Packed, PackedOnDevice)
     ]
     for other in runs[1:]:
@@ -268,7 +269,7 @@ def test_compiled(case: str) -> None:
     assert torch.equal(want.trace.attended, got.trace.attended)
     assert_close(want.logits, got.logits)
     if case != "evit":
-        choice = layouts.Choice(Masked, False, "")
+        choice = Choice(Masked, Executor(model.backbone))
 
         def shifted(images: Tensor, shift: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
             out = model._run(choice, images, turn=RunSetting(model.policy, shift, limit))

@@ -19,6 +19,8 @@ from adaptivit.budget.control import RunSetting
 from adaptivit.budget.limit import minimum
 from adaptivit.cost import CostModel
 from adaptivit.errors import UserError
+from adaptivit.execution.select import Choice
+from adaptivit.execution.torch import Executor
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.output import Output
 
@@ -30,7 +32,7 @@ TYPES = (Masked, Packed, PackedOnDevice)
 
 def run(model: Any, kind: type[layouts.Layout], images: Tensor, shift: Tensor | None, limit: Tensor | None) -> Output:
     turn = RunSetting(model.policy, shift, limit)
-    return model._run(layouts.Choice(kind, False, ""), images, turn=turn)  # with gradients on: timm's own modules
+    return model._run(Choice(kind, Executor(model.backbone)), images, turn=turn)
 
 
 def hostile(seed: int, batch: int = 5) -> Tensor:

@@ -16,13 +16,13 @@ import torch
 from test_data import SMALL, folder, refused, run
 
 import adaptivit
+from adaptivit.checkpoint.export_config import ExportConfig
 from adaptivit.cli.config import EvaluateConfig, PredictConfig
 from adaptivit.cli.main import _COMMANDS
 from adaptivit.cli.serve_config import DemoConfig, Limits, ServeConfig
 from adaptivit.cli.visualize_config import VisualizeConfig
 from adaptivit.errors import UserError
 from adaptivit.evaluation.model_config import ModelConfig
-from adaptivit.execution.export_config import ExportConfig
 from adaptivit.experiments.benchmark.config import BenchmarkConfig
 from adaptivit.experiments.calibrate_config import CalibrateConfig
 from adaptivit.experiments.compare.config import CompareConfig

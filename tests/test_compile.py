@@ -41,9 +41,9 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile that neither breaks a graph nor needs a compiler, whose arithmetic is the eager one's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
     torch._dynamo.reset()
-    regional._parts.cache_clear()
+    regional._compiled.cache_clear()
     yield
-    regional._parts.cache_clear()
+    regional._compiled.cache_clear()
     torch._dynamo.reset()
 
 

@@ -68,6 +68,8 @@ def states(model: Any, images: Tensor) -> dict[Any, Tensor]:
             seen[self.layer, when] = self.rows.clone()
             super().apply(decision, when)
 
+    from adaptivit.budget.control import RunSetting
+    from adaptivit.execution.torch import Executor
     from adaptivit.forward import forward
 
     made: list[Spy] = []
@@ -76,7 +78,7 @@ def states(model: Any, images: Tensor) -> dict[Any, Tensor]:
         made.append(Spy(x, read))
         return made[-1]
 
-    forward(model.vit, model.shape, model.policy, make, images)
+    forward(Executor(model.backbone), make, images, RunSetting(model.policy))
     return seen | {"end": made[0].rows}
 
 

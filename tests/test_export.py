@@ -15,9 +15,10 @@ from test_data import refused, run
 from torch import Tensor
 
 import adaptivit
-from adaptivit.backbones import timm_vit
+from adaptivit.budget.control import RunSetting
+from adaptivit.checkpoint import export
 from adaptivit.errors import UserError
-from adaptivit.execution import export
+from adaptivit.execution.torch import Executor
 from adaptivit.forward import forward
 from adaptivit.layouts.padded import Padded
 
@@ -44,7 +45,7 @@ def cropped(model: Any, images: Tensor, made: list[Padded] | None = None) -> Any
             made.append(layout)
         return layout
 
-    return forward(model.vit, model.shape, model.policy, make, images, (), timm_vit)
+    return forward(Executor(model.backbone), make, images, RunSetting(model.policy))
 
 
 # -- the layout -----------------------------------------------------------------------------------------------------

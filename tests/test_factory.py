@@ -119,7 +119,7 @@ def test_damaged_files_are_named(weights: Path, damage: str, suffix: str, tmp_pa
 # -- checkpoints of ours ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_save_and_load_is_exact(kind: str, tmp_path: Path) -> None:
-    given = {"stages": (1, 5), "threshold": 0.8, "plan_weight": 0.25, "feature": "gelu", "learn_gate": False}
+    given = {"stages": (1, 5), "threshold": 0.8, "plan_weight": 0.25, "feature": "residual", "learn_gate": False}
     model = tiny("aht", kind, **given)
     model.class_names = [str(i) for i in range(10)]
     model.save_pretrained(tmp_path / "saved", note="hello")

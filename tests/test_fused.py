@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import adaptivit
 from adaptivit import layouts
+from adaptivit.budget.control import RunSetting
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
 from adaptivit.execution import cuda_graph, row_schedule, triton
@@ -292,7 +294,7 @@ def test_raw_scores_of_avit() -> None:
 
 
 @here
-@pytest.mark.parametrize("feature", ["gelu", "received", "class_row"])
+@pytest.mark.parametrize("feature", ["received", "class_row"])
 def test_what_a_supervisor_reads(feature: str) -> None:
     model = adaptivit.create(CONFIG, "aht", feature=feature, index=3, **HALTING)
     randomise(model.vit)
@@ -352,10 +354,10 @@ def test_refused_models_run_without(what: str) -> None:
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
     if ON_GPU:
         assert reason in model.explain_layout()
-        assert "masked on cuda with timm's modules" in model.explain_layout()
+        assert "masked on cuda with PyTorch modules" in model.explain_layout()
         assert f"no fused kernels: {said}" in model.explain_layout("packed")
     else:
-        how = "products in place" if what == "odd width" else "timm's modules"
+        how = "products in place" if what == "odd width" else "PyTorch modules"
         assert f"packed on cpu with {how}" in model.explain_layout()
 
 
@@ -392,8 +394,8 @@ def test_the_layout_is_explained() -> None:
     launch.on_cpu = True
     assert f"packed on {DEVICE} with fused Triton kernels: images differ" in make("aht").explain_layout()
     assert f"gathered on {DEVICE} with fused Triton kernels" in make("static").explain_layout()
-    assert f"masked on {DEVICE} with timm's modules: asked for" in make("static").explain_layout("masked")
-    assert "timm's modules: training" in make("aht").train().explain_layout()
+    assert f"masked on {DEVICE} with PyTorch modules: asked for" in make("static").explain_layout("masked")
+    assert "PyTorch modules: training" in make("aht").train().explain_layout()
 
 
 @pytest.mark.parametrize("name", ["auto", "packed", "gathered", "masked"])
@@ -441,10 +443,9 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
 
 
 @here
-@pytest.mark.parametrize("folds", [False, True])
-def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_for_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass that is timed runs: one block and four, at every number of rows of a profile, with masks, and with a
-    move between them. Each pass here takes as long as it has norms of their own."""
+    move between them. Each pass here takes as long as it has norms."""
     passes, norms, masks = [], [0], []
     apart, attend = triton.norm, ragged_attention.attend
 
@@ -467,12 +468,12 @@ def test_what_is_measured_for_a_schedule(folds: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(triton, "FEW_ROWS", -1)
     monkeypatch.setattr(row_schedule, "_replayed", clock)
     launch.on_cpu = True
-    times = row_schedule.measure(make("aht"), 2, [40.0, 34.0, 16.4, 15.8, 0.2], folds)
+    times = row_schedule.measure(make("aht"), 2, [40.0, 34.0, 16.4, 15.8, 0.2])
     assert times.rows == (2, 16, 34)  # of 17 slots each
-    assert passes == ([1, 1] * 6 + [1, 4] if folds else [2, 8] * 7)
-    assert times.block == times.masked == ((0,) * 3 if folds else (2,) * 3)
-    assert times.move == (1 if folds else 0)  # the norm that a move does not leave to the product behind it
-    assert sum(masks) == 3 * (9 if folds else 5)  # blocks of the passes with masks; four more to see what folds
+    assert passes == [2, 8] * 7
+    assert times.block == times.masked == (2,) * 3
+    assert times.move == 0
+    assert sum(masks) == 3 * 5  # blocks of the passes with masks
 
 
 @here
@@ -489,6 +490,37 @@ def test_a_captured_answer_has_the_figures_of_its_images(case: str) -> None:
     for name, macs in expected.parts.items():
         assert torch.equal(found.parts[name], macs), name
     assert_same(found, expected)
+
+
+@here
+def test_a_captured_call_and_its_record() -> None:
+    """All of `Captured` but the graph itself, in place of which the pass runs again."""
+    model, images = make("aht"), images_of()
+    captured = cuda_graph.Captured.__new__(cuda_graph.Captured)
+    pattern = run(model, images, "packed", True)
+    made = [t.clone() for t in cuda_graph._tensors(pattern, cuda_graph._masks(pattern)[0])]
+
+    def replay() -> None:
+        output = run(model, captured._images, "packed", True)
+        for held, now in zip(made, cuda_graph._tensors(output, cuda_graph._masks(output)[0]), strict=True):
+            held.copy_(now)
+
+    captured.model, captured.batch, captured._images = model, 2, images.clone()
+    captured._ends, captured._turn = (), RunSetting(model.policy)  # type: ignore[assignment]
+    captured._pattern, captured._made = pattern, made
+    captured._graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
+    captured.asked, captured.plan, captured.compiled = "auto", None, False
+    with torch.inference_mode():
+        captured._choice = model._choose("packed", images.device)
+    assert captured.explain().startswith("one CUDA graph of 2 images, as it is: packed")
+    expected = run(model, images, "masked", False)
+    recorded = captured.record(images)
+    assert_same(recorded, expected)
+    assert len(recorded.trace.steps) == len(expected.trace.steps) > 0
+    with pytest.raises(UserError, match=r"expected images \(2, .* got \(1, "):
+        captured.record(images[:1])
+    if ON_GPU:  # a call refuses images on a CPU
+        assert_same(captured(images), expected)
 
 
 @pytest.mark.parametrize("case", ["static", "amod", "aht", "tome"])

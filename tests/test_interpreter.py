@@ -12,11 +12,7 @@ from interpreted import INTERPRETED, ON_GPU
 
 FILES = (
     "test_compile_forward.py",
-    "test_folded.py",
-    "test_folded_kernels.py",
-    "test_folded_weights.py",
     "test_fused.py",
-    "test_gate_kernels.py",
     "test_kernels.py",
     "test_meet_kernels.py",
     "test_memory.py",

@@ -14,8 +14,8 @@ from interpreted import DEVICE, DTYPES, ON_GPU, here, on_gpu
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from adaptivit.backbones import timm_vit
-from adaptivit.execution import triton
+from adaptivit.backbones.timm_vit import TimmViT
+from adaptivit.execution.triton import TritonExecutor
 from adaptivit.kernels import (
     attention,
     attention_scores,
@@ -533,8 +533,8 @@ def check_patches(side: int, size: tuple[int, int], kind: str, dtype: torch.dtyp
     vit = vit.to(DEVICE, dtype)
     images = noise(batch, 3, *size, seed=1, dtype=dtype)
     with torch.no_grad():
-        found = triton.embed(vit, images)
-        expected = timm_vit.embed(vit.double(), images.double())
+        found = TritonExecutor(TimmViT(vit)).embed(images)
+        expected = TimmViT(vit.double()).embed(images.double())
     assert found.dtype == dtype
     assert_near(found, expected, TOLERANCE[dtype])
 
@@ -565,7 +565,7 @@ def test_images_that_are_not_contiguous_go_timms_way() -> None:
     vit = VisionTransformer(16, 8, embed_dim=16, depth=1, num_heads=1).eval().to(DEVICE)
     images = noise(2, 16, 16, 3).permute(0, 3, 1, 2)
     with torch.no_grad():
-        assert torch.equal(triton.embed(vit, images), timm_vit.embed(vit, images))
+        assert torch.equal(TritonExecutor(TimmViT(vit)).embed(images), TimmViT(vit).embed(images))
 
 
 # -- what torch wants of an operation -------------------------------------------------------------------------------

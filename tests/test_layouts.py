@@ -9,9 +9,9 @@ import torch
 from conftest import assert_close, choice, merging
 from torch import Tensor
 
-from adaptivit.backbones.timm_vit import added
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
+from adaptivit.execution.torch import added
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice, RowSchedule
 
 B, N, D, H = 4, 7, 6, 2

@@ -12,8 +12,9 @@ from conftest import TINY, assert_close, assert_same_run, pictures, random_trace
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit.backbones import timm_vit
 from adaptivit.execution import cpu as lean
+from adaptivit.execution.cpu import CpuExecutor
+from adaptivit.execution.torch import Executor
 from adaptivit.layouts import packed
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
@@ -39,7 +40,6 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "aht, zeroed": ("aht", HALTING | {"class_token": "mean_field", "halted": "zeroed"}),
     "aht, folds": ("aht", HALTING | {"leave": "fold"}),
     "aht, the plan acts": ("aht", HALTING | {"plan_weight": 0.7}),
-    "aht, gelu": ("aht", HALTING | {"feature": "gelu"}),
     "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
     "tome": ("tome", {"r": 3}),
     "fold": ("fold", {"keep": 0.8}),
@@ -69,7 +69,7 @@ def make(case: str = "static", kind: str = "plain", more: dict[str, Any] | None 
 
 def images_of(model: AdaptiveViT, batch: int = 4, seed: int = 0) -> Tensor:
     """Unlike enough to leave at different blocks."""
-    size = model.vit.patch_embed.img_size[0]
+    size = model.backbone.image_size[0]
     return pictures(batch, size, seed) * torch.linspace(0.3, 3.0, batch)[:, None, None, None]
 
 
@@ -86,12 +86,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
         inner = getattr(owner, name)
 
         def run(*given: Any) -> Any:
-            seen.add(owner.__name__.removeprefix("adaptivit.").removeprefix("execution."))
+            seen.add(owner.__name__)
             return inner(*given)
 
         monkeypatch.setattr(owner, name, run)
 
-    for owner in (lean, timm_vit):
+    for owner in (CpuExecutor, Executor):
         for name in ("attention", "mlp"):
             noted(owner, name)
 
@@ -107,10 +107,10 @@ def check(model: AdaptiveViT, images: Tensor, ran: Callable[[], set[str]], ask: 
     """In place on every compact layout, as timm's modules on `masked`."""
     with torch.inference_mode():
         expected: Output = model(images, layout="masked", aux=ask)
-        assert ran() == {"backbones.timm_vit"}
+        assert ran() == {"Executor"}
         for layout in compact(model):
             found = model(images, layout=layout, aux=ask)
-            assert ran() == {"cpu"}
+            assert ran() == {"CpuExecutor"}
             assert found.layout == layout
             assert_same_run(found, expected)
             assert set(found.trace.facts) == set(expected.trace.facts)
@@ -210,13 +210,13 @@ def test_gradients_keep_timms_modules(ran: Callable[[], set[str]]) -> None:
         for layout in compact(model):
             with torch.inference_mode():
                 expected = model(images, layout=layout)
-            assert ran() == {"cpu"}
+            assert ran() == {"CpuExecutor"}
             with torch.no_grad():
                 assert_same_run(model(images, layout=layout), expected)
-            assert ran() == {"cpu"}
+            assert ran() == {"CpuExecutor"}
             with torch.enable_grad():
                 found = model(images, layout=layout)
-            assert ran() == {"backbones.timm_vit"}
+            assert ran() == {"Executor"}
             assert_same_run(found, expected)
             found.logits.sum().backward()
             assert model.vit.blocks[0].attn.qkv.weight.grad is not None
@@ -236,44 +236,44 @@ def test_refused_models_run_without(what: str, ran: Callable[[], set[str]]) -> N
     model = make("aht", more=change)
     images = images_of(model)
     with torch.inference_mode():
-        assert reason in str(lean.refusal(model.vit, torch.float32, torch.device("cpu")))
+        assert reason in str(lean.refusal(model.backbone, torch.device("cpu")))
         found = model(images, layout="packed")
-        assert ran() == {"backbones.timm_vit"}
+        assert ran() == {"Executor"}
         assert_same_run(found, model(images, layout="masked"))
-    assert "packed on cpu with timm's modules" in model.explain_layout()
+    assert "packed on cpu with PyTorch modules" in model.explain_layout()
 
 
 def test_the_layout_is_explained() -> None:
     model = make("static")
     assert "gathered on cpu with products in place" in model.explain_layout()
-    assert "masked on cpu with timm's modules" in model.explain_layout("masked")
-    assert "timm's modules" in model.train().explain_layout("packed")
+    assert "masked on cpu with PyTorch modules" in model.explain_layout("masked")
+    assert "PyTorch modules" in model.train().explain_layout("packed")
 
 
 def test_refusals_that_are_not_the_models(ran: Callable[[], set[str]]) -> None:
     model, cpu = make("aht"), torch.device("cpu")
-    vit, images = model.vit, images_of(model)
-    assert "gradients are on" in str(lean.refusal(vit, torch.float32, cpu))
+    backbone, images = model.backbone, images_of(model)
+    assert "gradients are on" in str(lean.refusal(backbone, cpu))
     with torch.inference_mode():
-        assert lean.refusal(vit, torch.float32, cpu) is None
-        assert "not on a CPU" in str(lean.refusal(vit, torch.float32, torch.device("cuda")))
+        assert lean.refusal(backbone, cpu) is None
+        assert "not on a CPU" in str(lean.refusal(backbone, torch.device("cuda")))
         with torch.autocast("cpu", torch.bfloat16):
-            assert "autocast is on" in str(lean.refusal(vit, torch.float32, cpu))
+            assert "autocast is on" in str(lean.refusal(backbone, cpu))
             assert model(images, layout="packed").logits.isfinite().all()
-        assert ran() == {"backbones.timm_vit"}
+        assert ran() == {"Executor"}
         expected = model(images)
-        assert ran() == {"cpu"}
+        assert ran() == {"CpuExecutor"}
         assert_same_run(model.train()(images, layout="packed"), expected)  # dropout may be on
-        assert ran() == {"backbones.timm_vit"}
+        assert ran() == {"Executor"}
 
 
 def test_norms_that_are_no_layer_norms(ran: Callable[[], set[str]]) -> None:
     model = adaptivit.create(TINY, "static")
     model.vit.blocks[2].norm2 = nn.LayerNorm(24, elementwise_affine=False)
     with torch.inference_mode():
-        assert "its norms are" in str(lean.refusal(model.vit, torch.float32, torch.device("cpu")))
+        assert "its norms are" in str(lean.refusal(model.backbone, torch.device("cpu")))
         model(pictures(2))
-    assert ran() == {"backbones.timm_vit"}
+    assert ran() == {"Executor"}
 
 
 # -- packed: images in their order, or in that of their length ------------------------------------------------------
@@ -334,5 +334,5 @@ def test_replaced_and_hooked_layers_are_called() -> None:
     for model in (replaced, hooked):
         images = images_of(model)
         with torch.inference_mode():
-            assert "replaced" in (lean.refusal(model.vit, torch.float32, torch.device("cpu")) or "")
+            assert "replaced" in (lean.refusal(model.backbone, torch.device("cpu")) or "")
             assert_close(model(images, layout="packed").logits, model(images, layout="masked").logits)

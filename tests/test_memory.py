@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_folded
+import test_fused
 import torch
 from interpreted import here
-from test_fused import CONFIG, images_of, make
+from test_fused import CONFIG, images_of, make, run
 from torch import Tensor
 
 from adaptivit.execution import cuda_graph, triton
 from adaptivit.layouts import RowSchedule
 
-pytestmark = test_folded.pytestmark
-_restored = test_folded._restored
+pytestmark = test_fused.pytestmark
+_restored = test_fused._restored
 
 
 @here
@@ -37,13 +37,13 @@ def test_qkv_and_hidden_layer_take_blocks_of_one_size(few: int, ratio: float, mo
 
         return noted
 
-    for name in ("linear", "normed", "norm_linear", "norm_linear_gated"):
+    for name in ("linear", "norm_linear"):
         monkeypatch.setattr(triton, name, noting(name))
     monkeypatch.setattr(triton, "FEW_ROWS", few)
     model, plan = make("aht", {"mlp_ratio": ratio}), RowSchedule(frozenset({1}), (34, 34, 20, 20))
-    test_folded.run(model, images_of(), "packed", test_folded.settled(model, plan=plan), plan)
+    run(model, images_of(), "packed", True, plan=plan)
     widths = {96, int(32 * ratio)}
-    many, one = {"linear", "normed"}, {"norm_linear", "norm_linear_gated"}
+    many, one = {"linear"}, {"norm_linear"}
     kernels_run = many if few < 20 else many | one if few < 34 else one
     assert sizes.keys() == kernels_run
     assert {width for found in sizes.values() for width, _ in found} == widths

@@ -10,10 +10,10 @@ import torch
 from conftest import assert_close, pictures, tiny
 from torch import Tensor
 
-from adaptivit.backbones import timm_vit
 from adaptivit.decision import AppliedDecision, Drop, Trace
 from adaptivit.evaluation import halting_profiles
-from adaptivit.execution import cpu
+from adaptivit.execution.cpu import CpuExecutor
+from adaptivit.execution.torch import Executor
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies.static import Static
 
@@ -21,7 +21,6 @@ ASKED = {"tokens", "patches"}
 QUIET: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "aht": ("aht", {"gamma": 2.0, "beta": -3.5}),
-    "aht, gelu": ("aht", {"gamma": 2.0, "beta": -3.5, "feature": "gelu"}),
     "aht, folds": ("aht", {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 2.0}),
     "evit": ("evit", {}),
     "dynamicvit": ("dynamicvit", {}),
@@ -44,12 +43,12 @@ LOUD: dict[str, tuple[str, dict[str, Any]]] = {
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every MLP that ran."""
     rows: list[int] = []
-    for owner in (timm_vit, cpu):
+    for owner in (Executor, CpuExecutor):
         inner = owner.mlp
 
-        def run(block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:
+        def run(self: Any, block: Any, layout: Any, *rest: Any, inner: Any = inner) -> None:
             rows.append(layout.rows.flatten(0, -2).shape[0])
-            inner(block, layout, *rest)
+            inner(self, block, layout, *rest)
 
         monkeypatch.setattr(owner, "mlp", run)
     return rows
@@ -100,7 +99,7 @@ def test_whoever_asks_gets_the_whole_block(case: str, asked: str, fed: list[int]
 
 def test_it_can_be_switched_off(fed: list[int]) -> None:
     model = tiny()
-    model.whole_end = True
+    model.full_last_mlp = True
     assert not run(model, pictures(2), "packed", fed).prefix_only_mlp
     assert fed[-1] == 2 * model.shape.tokens
 

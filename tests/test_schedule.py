@@ -154,9 +154,9 @@ def test_a_plan_with_a_profile(model: Any, monkeypatch: pytest.MonkeyPatch, move
 
     monkeypatch.setattr(row_schedule, "measure", measure)
     shares = [1.0, 1.0, 0.5, 0.25, 0.25, 0.1]
-    made = plan(model, 8, shares, fold_norms=True)
+    made = plan(model, 8, shares)
     live = [8 * 17 * share for share in shares]
-    assert asked == [(model, 8, live, True)]
+    assert asked == [(model, 8, live)]
     assert made.moves == choose(live, times)
     assert made.rows == expected_rows(live, choose(live, times))
     assert made.moves == {0.0: {1, 2, 4}, 0.05: {1, 2, 4}, 1e6: set()}[move]

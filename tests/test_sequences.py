@@ -14,8 +14,9 @@ from test_layouts import Still
 from torch import Tensor
 
 from adaptivit import policies
-from adaptivit.backbones import timm_vit
+from adaptivit.budget.control import RunSetting
 from adaptivit.decision import AppliedDecision, Drop, Merge, Trace
+from adaptivit.execution.torch import Executor
 from adaptivit.forward import forward
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice
 from adaptivit.output import Output
@@ -27,7 +28,7 @@ answers = st.lists(st.sampled_from(KINDS), min_size=3 * LAYERS, max_size=3 * LAY
 
 
 def run(model: Any, layout: type[Layout], images: Tensor) -> Output:
-    return forward(model.vit, model.shape, model.policy, layout, images, ("tokens",))
+    return forward(Executor(model.backbone), layout, images, RunSetting(model.policy), ("tokens",))
 
 
 def replayed(kind: str, trace: Trace) -> Any:
@@ -45,7 +46,7 @@ def check_sequence(kind: str, trace: Trace, *layouts: type[Layout]) -> None:
         assert_close(a.tokens, b.tokens)
     readout, computed = literal_forward(model.vit, trace, pictures())
     assert torch.equal(a.trace.attended, computed)
-    assert_close(a.logits, timm_vit.head(model.vit, readout)[1])
+    assert_close(a.logits, model.backbone.head(readout)[1])
 
 
 @given(kinds=answers, seed=st.integers(0, 99), kind=st.sampled_from(["class", "deit3", "average"]))

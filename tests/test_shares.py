@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from adaptivit.backbones import timm_vit
 from adaptivit.data.dataset import Loaded
+from adaptivit.execution.torch import Executor
 from adaptivit.training import optim
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.losses import (
@@ -186,14 +186,14 @@ def test_accumulated_steps_are_those_of_the_whole_batch(name: str, parts: int) -
 @pytest.mark.parametrize("name", STEPS)
 def test_blocks_computed_again_have_the_same_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, again = trainer(name), trainer(name, checkpoint_activations=True)
-    ran, mlp = 0, timm_vit.mlp
+    ran, mlp = 0, Executor.mlp
 
     def counted(*arguments: Any) -> None:
         nonlocal ran
         ran += 1
         mlp(*arguments)
 
-    monkeypatch.setattr(timm_vit, "mlp", counted)
+    monkeypatch.setattr(Executor, "mlp", counted)
     losses, _ = kept.step(batch(), 0, 4)
     assert ran == 4, "a block once"
     ran = 0

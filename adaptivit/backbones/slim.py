@@ -6,20 +6,18 @@ drawn anew; without fine-tuning such a model is no good.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from ..cost import CostModel
 from ..errors import UserError
-from .timm_vit import inspect
+from .timm_vit import TimmViT
 
 
 def narrow(vit: VisionTransformer, share: float, *, of_macs: bool = False) -> VisionTransformer:
     """`vit` with this share of its channels, or the widest one that costs at most this share of its MACs."""
-    heads = inspect(vit).heads
+    heads = TimmViT(vit).inspect().heads
     widths = [d * heads for d in range(1, vit.embed_dim // heads + 1)]
     if of_macs:
         allowed = share * _macs(vit)
@@ -37,18 +35,17 @@ def narrow(vit: VisionTransformer, share: float, *, of_macs: bool = False) -> Vi
 
 
 def _macs(vit: VisionTransformer) -> float:
-    shape = inspect(vit)
+    shape = TimmViT(vit).inspect()
     return CostModel(shape, shape.tokens).static
 
 
 def _make(vit: VisionTransformer, width: int, meta: bool) -> VisionTransformer:
-    from ..factory import arguments, build_backbone
-
-    given: dict[str, Any] = arguments(vit) | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
-    last: Any = vit.blocks[-1]
-    rate = float(getattr(last.drop_path1, "drop_prob", 0.0) or 0.0)
+    given = TimmViT(vit).arguments() | {"embed_dim": width, "img_size": list(vit.patch_embed.img_size)}
+    given |= {"num_classes": vit.num_classes}
+    if rate := TimmViT(vit).drop_path_rate:
+        given["drop_path_rate"] = rate
     with torch.device("meta" if meta else "cpu"):
-        made = build_backbone(given | {"num_classes": vit.num_classes}, drop_path_rate=rate)
+        made = TimmViT.build(given)
     if _kinds(made) != _kinds(vit):
         odd = sorted(set(_kinds(vit)) ^ set(_kinds(made)))
         raise UserError(f"width: this backbone cannot be made narrower, its modules are unusual ({odd[0]}).")
@@ -63,7 +60,7 @@ def _kinds(vit: VisionTransformer) -> list[str]:
 
 def _cut(vit: VisionTransformer, small: VisionTransformer) -> dict[str, Tensor]:
     """The wide state dict cut down to the narrow one's shapes; q, k and v are cut head by head."""
-    heads, wide = inspect(vit).heads, vit.state_dict()
+    heads, wide = TimmViT(vit).inspect().heads, vit.state_dict()
     cut = {}
     for name, target in small.state_dict().items():
         value = wide[name]

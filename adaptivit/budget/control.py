@@ -156,10 +156,8 @@ def split_batch(
 
 
 def _tokens(model: AdaptiveViT, images: Tensor) -> int:
-    if not model.vit.dynamic_img_size:
-        return model.shape.tokens
-    high, wide = model.vit.patch_embed.dynamic_feat_size(tuple(images.shape[2:]))
-    return int(high * wide) + model.shape.num_prefix_tokens
+    rows, columns = model.backbone.grid(*images.shape[2:])
+    return rows * columns + model.shape.num_prefix_tokens
 
 
 def _spread(values: list[float], images: Tensor, dtype: torch.dtype) -> Tensor:

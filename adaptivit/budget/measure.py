@@ -121,8 +121,8 @@ def _batches(model: AdaptiveViT, images: Tensor | Sequence[Tensor], batch_size: 
         raise UserError("calibrate: expected images, got none.")
     for batch in given:
         model._check(batch.to(next(model.parameters()).dtype) if isinstance(batch, Tensor) else batch)
-        if tuple(batch.shape[2:]) != tuple(model.vit.patch_embed.img_size):
-            raise UserError(f"calibrate: expected images of {model.vit.patch_embed.img_size} px.")
+        if tuple(batch.shape[2:]) != tuple(model.backbone.image_size):
+            raise UserError(f"calibrate: expected images of {model.backbone.image_size} px.")
     return [part for batch in given for part in batch.split(batch_size)]
 
 

@@ -19,6 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from .. import __version__
+from ..backbones.build import describe_backbone
 from ..errors import UserError, WeightsError, first_line
 from ..model import AdaptiveViT
 from ..training.fsdp import like, whole
@@ -44,8 +45,6 @@ def tensors(model: AdaptiveViT) -> dict[str, Tensor]:
 
 def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], images: Any = None, name: str = "") -> None:
     """Write a checkpoint in one step. `images` are shown in its card as halting maps; `name` is what it is called."""
-    from ..factory import describe_backbone
-
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")
     if odd := sorted(set(extra) & set(_OWN)):
@@ -61,7 +60,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
     config = {
         "format": FORMAT,
         "adaptivit": __version__,
-        "backbone": describe_backbone(model),
+        "backbone": describe_backbone(model.backbone, model.backbone_name),
         "policy": model.policy_name,
         "settings": model.settings,
         "preprocessing": model.preprocessing.to_config(),

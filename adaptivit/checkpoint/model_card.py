@@ -39,7 +39,9 @@ def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
     """The card of a checkpoint with this config.json; `images` as it was given to `maps`, `name` as on the Hub."""
     backbone, policy = config["backbone"], config["policy"]
     given = backbone.get("kwargs", {})
-    called = backbone["name"] or f"VisionTransformer of width {given['embed_dim']} with {given['depth']} blocks"
+    called = backbone["name"] or backbone.get("family", "timm_vit")
+    if "embed_dim" in given and not backbone["name"]:
+        called = f"VisionTransformer of width {given['embed_dim']} with {given['depth']} blocks"
     size = " x ".join(map(str, config["preprocessing"]["size"]))
     parts = [
         f"---\nlibrary_name: adaptivit\npipeline_tag: image-classification\ntags:\n- adaptivit\n- {policy}\n---",
@@ -106,8 +108,8 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
     with torch.inference_mode():
         trace = model.eval()(tensors.to(keep.device, keep.dtype)).trace
     model.train(was_training)
-    grid = model.vit.patch_embed.grid_size
-    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, tuple(grid)).cpu()
+    grid = model.backbone.grid(*tensors.shape[2:])
+    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, grid).cpu()
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
     shown = (tensors * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     return halting_maps(shown.numpy(), depth.numpy(), model.shape.layers, columns=2)
@@ -115,9 +117,10 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
 
 def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
     """[B, C, H, W] pictures as the model reads them: PIL images, paths, or "samples"."""
-    if model.vit.in_chans not in (1, 3):
-        raise UserError(f"images: a model of {model.vit.in_chans} channels does not read pictures; leave them out.")
-    mode, transform = "RGB" if model.vit.in_chans == 3 else "L", model.preprocessing.evaluation()
+    channels = model.backbone.in_chans
+    if channels not in (1, 3):
+        raise UserError(f"images: a model of {channels} channels does not read pictures; leave them out.")
+    mode, transform = "RGB" if channels == 3 else "L", model.preprocessing.evaluation()
     return torch.stack([transform(rgb(picture).convert(mode)) for picture in _opened(images)])
 
 

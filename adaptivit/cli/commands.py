@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from .. import __version__
+from ..checkpoint.export_config import ExportConfig
 from ..data import dataset
 from ..data.dataset import Labelled
 from ..data.gpu_pipeline import evaluation_images
@@ -23,7 +24,6 @@ from ..errors import UserError
 from ..evaluation import evaluate as evaluation
 from ..evaluation import predict as prediction
 from ..evaluation.model_config import ModelConfig, build, names_of
-from ..execution.export_config import ExportConfig
 from ..experiments.benchmark.config import BenchmarkConfig
 from ..experiments.calibrate_config import CalibrateConfig
 from ..experiments.compare.config import CompareConfig
@@ -218,8 +218,8 @@ def predict(config: PredictConfig) -> None:
 
 def export(config: ExportConfig) -> None:
     """adaptivit export"""
+    from ..checkpoint.export import export as write
     from ..checkpoint.model_card import pictures_for
-    from ..execution.export import export as write
 
     model = load(config.checkpoint).float()
     images = pictures_for(model, prediction.find_images(config.images)[:64]) if config.images else None

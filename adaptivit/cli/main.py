@@ -11,8 +11,8 @@ from typing import Any
 import tyro
 
 from .. import __version__
+from ..checkpoint.export_config import ExportConfig
 from ..errors import UserError, unknown
-from ..execution.export_config import ExportConfig
 from ..experiments.benchmark.config import BenchmarkConfig
 from ..experiments.calibrate_config import CalibrateConfig
 from ..experiments.compare.config import CompareConfig

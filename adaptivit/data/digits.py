@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 
 from .dataset import Labelled, Loaded, mix
 
@@ -24,15 +24,6 @@ MEAN, STD = 0.2, 0.25
 TEST = 360  # digits kept for the report
 PLACEMENTS = 4  # how often each of them is shown
 TRAINING_PLACEMENTS = 6  # how often a training digit is shown in the fixed set
-BACKBONE: dict[str, Any] = {
-    "img_size": SIZE,
-    "patch_size": PATCH,
-    "embed_dim": 64,
-    "depth": 6,
-    "num_heads": 2,
-    "mlp_ratio": 2,
-    "num_classes": 10,
-}
 
 
 def draw(digits: Tensor, generator: torch.Generator, distort: bool) -> Tensor:
@@ -116,13 +107,6 @@ def splits() -> dict[str, Labelled]:
         items: Any = pictures.permute(0, 2, 3, 1).contiguous().numpy()
         found[name] = Labelled(f"digits:{name}", items, y.repeat(places).tolist(), classes)
     return found
-
-
-def prepare(vit: Any) -> Any:
-    """What sets the backbone `digits_vit` apart from a plain one: where its places start, what its images look like."""
-    nn.init.normal_(vit.pos_embed, std=0.2)  # places must be told apart from the first step on
-    vit.pretrained_cfg = {"mean": (MEAN,) * 3, "std": (STD,) * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
-    return vit
 
 
 def normalise(pictures: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from ..training.config import TrainConfig
@@ -29,12 +28,12 @@ class Preprocessing:
     interpolation: str = "bicubic"
 
     @classmethod
-    def of(cls, vit: VisionTransformer) -> Preprocessing:
+    def of(cls, vit: nn.Module, size: tuple[int, int]) -> Preprocessing:
         """timm's own, for the model's image size."""
         known = getattr(vit, "pretrained_cfg", None) or {}
         named: dict[str, Any] = {k: known[k] for k in ("mean", "std", "crop_pct", "interpolation") if known.get(k)}
         named.update({k: tuple(named[k]) for k in ("mean", "std") if k in named})
-        return cls(size=tuple(vit.patch_embed.img_size), **named)
+        return cls(size=size, **named)
 
     @classmethod
     def from_config(cls, values: dict[str, Any]) -> Preprocessing:

@@ -30,15 +30,13 @@ def features(
     if any(isinstance(step.decision, Merge) for step in output.trace.steps):
         index = stands_for(output.trace)[..., None].expand_as(tokens)
         tokens = tokens.gather(1, index)
-    tokens = model.vit.norm(tokens)
+    tokens = model.backbone.norm(tokens)
     if prefix:
         return tokens
     patches = tokens[:, output.trace.num_prefix_tokens :]
     if not as_map:
         return patches
-    embed = model.vit.patch_embed
-    h, w = embed.dynamic_feat_size(images.shape[2:]) if model.vit.dynamic_img_size else embed.grid_size
-    return patches.transpose(1, 2).unflatten(2, (h, w))
+    return patches.transpose(1, 2).unflatten(2, model.backbone.grid(*images.shape[2:]))
 
 
 def stands_for(trace: Trace) -> Tensor:

@@ -1,6 +1,6 @@
-"""--checkpoint-activations: what a block computes is not kept for the backward pass but computed again there.
+"""A block whose values are computed again in the backward pass instead of kept (--run.checkpoint-activations).
 
-The two functions of a block as in backbone.py. Kept are the rows before each branch and what the policy looks at.
+Kept are the rows before each branch and the evidence that the policy reads.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..backbones import timm_vit
-from ..backbones.timm_vit import EvidenceRequest
 from ..layouts import Layout
-
-embed = timm_vit.embed
-
-
-def attention(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
-    _again(timm_vit.attention, block, layout, taps)
+from .evidence import EvidenceRequest
+from .torch import Executor
 
 
-def mlp(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
-    _again(timm_vit.mlp, block, layout, taps)
+class CheckpointedExecutor(Executor):
+    name = "PyTorch modules, computed again for the gradient"
+
+    def attention(self, block: Any, layout: Layout, request: EvidenceRequest) -> None:
+        _recomputed(super().attention, block, layout, request)
+
+    def mlp(self, block: Any, layout: Layout, request: EvidenceRequest) -> None:
+        _recomputed(super().mlp, block, layout, request)
 
 
-def _again(
-    branch: Callable[[Any, Layout, EvidenceRequest], None], block: Any, layout: Layout, taps: EvidenceRequest
+def _recomputed(
+    branch: Callable[[Any, Layout, EvidenceRequest], None], block: Any, layout: Layout, request: EvidenceRequest
 ) -> None:
     """Run a branch on a copy of the layout as it is now: by the backward pass the layout itself has moved on."""
-    now, found = copy.copy(layout), taps.found
+    now, found = copy.copy(layout), request.found
 
     def run(rows: Tensor) -> tuple[Tensor, Any]:
-        here, looked = copy.copy(now), EvidenceRequest(taps.wanted, taps.index, taps.gradient)
+        here, asked = copy.copy(now), EvidenceRequest(request.wanted, request.index, request.gradient)
         here.rows = rows
-        branch(block, here, looked)
-        return here.rows, looked.found
+        branch(block, here, asked)
+        return here.rows, asked.found
 
     layout.rows, new = checkpoint(run, layout.rows, use_reentrant=False)
-    taps.found = {**(found or {}), **(new or {})} or None
+    request.found = {**(found or {}), **(new or {})} or None

@@ -1,35 +1,34 @@
-"""--compile blocks: torch.compile for what a block computes on rows alone; layouts and policies stay as they are.
+"""A block's row-wise parts under torch.compile (--run.compile blocks); layouts and policies run as they are.
 
-All blocks share three small graphs, and so do all methods: compiled in seconds where a whole pass takes minutes.
+All blocks and all policies share three small graphs, compiled in seconds where a whole pass takes minutes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..backbones import timm_vit
-from ..backbones.timm_vit import EvidenceRequest, Parts
-from ..layouts import Layout
+from ..backbones.protocol import Backbone
+from .torch import Executor
 
-embed = timm_vit.embed
 _GRAPHS = 64  # of one function: for training, teacher and validation, with and without masks; PyTorch's limit is 8
 
 
+class CompiledExecutor(Executor):
+    name = "compiled blocks"
+    full_last_mlp = True  # other rows in the last MLP would need one more graph
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.norm_qkv, self.proj_residual, self.mlp_residual = _compiled()  # type: ignore[method-assign]
+
+
 @functools.cache
-def _parts() -> Parts:
+def _compiled() -> tuple[Callable[..., Any], ...]:
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
     # a second size makes sizes a variable: merging leaves another number of rows in every block
-    made: list[Any] = [torch.compile(run) for run in (timm_vit.norm_qkv, timm_vit.proj_residual, timm_vit.mlp_residual)]
-    return Parts(*made)
-
-
-def attention(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
-    timm_vit.attention(block, layout, taps, _parts())
-
-
-def mlp(block: Any, layout: Layout, taps: EvidenceRequest) -> None:
-    timm_vit.mlp(block, layout, taps, _parts())
+    return tuple(torch.compile(run) for run in (Executor.norm_qkv, Executor.proj_residual, Executor.mlp_residual))

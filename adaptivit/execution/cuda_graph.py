@@ -22,7 +22,6 @@ from ..layouts import PackedOnDevice
 from ..output import Output
 from . import row_schedule
 from .compiling import compiled
-from .norm_fused import Folded, possible
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
@@ -35,9 +34,6 @@ class Captured:
 
     Weights may be trained on between calls; settings of the policy, device and dtype may not change. A budget may,
     where the policy's dial shifts scores; one that fixes counts, and with them all shapes, stays as it was.
-
-    With `fold_norms` norms are worked into copies of the weights behind them (folded.py), which every call brings up to
-    date where weights have changed. A change through `.data` is not seen: call refresh() then.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class Captured:
         profile: Tensor | Trace | Sequence[float] | None = None,
         compile: bool = True,
         warm_up: int = 3,
-        fold_norms: bool = True,
     ) -> None:
         weight = next(model.parameters())
         if weight.device.type != "cuda":
@@ -59,28 +54,25 @@ class Captured:
             raise UserError(f"capture: expected a batch of at least 1 image, got {batch}.")
         self.model, self.batch, self.asked = model, batch, layout
         self.compiled = compile
-        height, width = model.vit.patch_embed.img_size
-        shape = (batch, model.vit.in_chans, height, width)
+        height, width = model.backbone.image_size
+        shape = (batch, model.backbone.in_chans, height, width)
         head, *_, tail = (name.rpartition(".") for name, _ in model.named_parameters())
         owners = [(model.get_submodule(owner), name) for owner, _, name in (head, tail)]
         self._ends = [(m, name, getattr(m, name).data_ptr()) for m, name in owners]  # where a graph reads weights
         self._images = _room(shape, weight)
         with torch.inference_mode():
             choice = model._choose(layout, weight.device)
-            self.layout, self.plan = choice.type.name, None
-            folds = fold_norms and choice.fused and possible(model.vit)
-            if choice.type is PackedOnDevice:
-                self.plan = row_schedule.plan(model, batch, profile, folds)
+            self.layout, self.plan = choice.layout.name, None
+            if choice.layout is PackedOnDevice:
+                self.plan = row_schedule.plan(model, batch, profile)
             plan, turn = self.plan, self._first_turn()
             self._turn = turn
-            folded = Folded(model.vit) if folds else None
-            self._pattern = model._run(choice, self._images, plan=plan, turn=turn, folded=folded)
-            folded = None if folded is None or not folded.settle() else folded
-            self._folded, self._choice = folded, choice
+            self._pattern = model._run(choice, self._images, plan=plan, turn=turn)
+            self._choice = choice
             first, _ = _masks(self._pattern)
 
             def run(images: Tensor) -> list[Tensor]:
-                return _tensors(model._run(choice, images, plan=plan, turn=turn, folded=folded), first)
+                return _tensors(model._run(choice, images, plan=plan, turn=turn), first)
 
             step: Callable[[Tensor], list[Tensor]] = compiled(run, fullgraph=True) if self.compiled else run
             stream = torch.cuda.Stream(weight.device)
@@ -132,13 +124,12 @@ class Captured:
             return _answer(self._pattern, self._made, len(images))
 
     def record(self, images: Tensor) -> Output:
-        """The same pass of a whole batch, neither compiled nor replayed: its trace has the policy's steps and facts.
-        The model itself rounds otherwise where norms are folded, and may then decide otherwise."""
+        """The same pass of a whole batch, neither compiled nor replayed: its trace has the policy's steps and facts."""
         if images.shape != self._images.shape:
             raise UserError(f"record: expected images {tuple(self._images.shape)}, got {tuple(images.shape)}.")
         with torch.inference_mode():
             self._make_ready(images, None, None)
-            return self.model._run(self._choice, images, plan=self.plan, turn=self._turn, folded=self._folded)
+            return self.model._run(self._choice, images, plan=self.plan, turn=self._turn)
 
     def _make_ready(self, images: Tensor, budget: Budgets | None, max_macs: Budgets | None) -> None:
         if images.shape != self._images.shape or images.dtype != self._images.dtype or not images.is_cuda:
@@ -147,14 +138,7 @@ class Captured:
             raise UserError(
                 "The model was converted or moved, or its weights replaced, after capture; capture it again."
             )
-        if self._folded is not None:
-            self._folded.update()
         self._set(images, budget, max_macs)
-
-    def refresh(self) -> None:
-        """Take over weights that were changed in a way that torch does not count (`weight.data`)."""
-        if self._folded is not None:
-            self._folded.refresh()
 
     def _check(self, images: Tensor) -> None:
         self.model._check(images)
@@ -172,13 +156,12 @@ class Captured:
         moves = None if self.plan is None else self.plan.moves
         when = "wherever tokens leave" if moves is None else "after blocks " + ", ".join(map(str, sorted(moves)))
         rows = "" if self.plan is None else f"; rows move {when if moves != frozenset() else 'never (dense)'}"
-        norms = "" if self._folded is None else f"; {self._folded.norms} norms inside products"
-        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}{norms}"
+        return f"one CUDA graph of {self.batch} images, {how}: {self.model.explain_layout(self.asked)}{rows}"
 
 
 def _set_rows_apart(size: int, like: Tensor) -> list[Tensor]:
     """Blocks of memory for the rows of a pass, of which up to four are needed at once: before and after a product, a
-    move and a norm; and a segment for what is smaller (moments, evidence).
+    move and a norm; and a segment for what is smaller (evidence).
 
     torch's allocator gives out the smallest free block that is large enough, and cuts off the rest. Without these, rows
     would be cut out of the block that qkv and the hidden layer take turns in, and those would need another. Rows of

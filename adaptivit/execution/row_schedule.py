@@ -17,18 +17,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import EvidenceRequest
 from ..decision import Drop, Trace
 from ..errors import UserError
 from ..layouts import PackedOnDevice, RowSchedule
-from . import triton
-from .norm_fused import Folded
+from .evidence import EvidenceRequest
+from .triton import FEW_ROWS, TritonExecutor
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
@@ -102,32 +100,30 @@ def live_rows(model: AdaptiveViT, profile: Tensor | Trace | Sequence[float], bat
     return [batch * model.shape.tokens * float(s) for s in profile]
 
 
-def plan(
-    model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None, fold_norms: bool = False
-) -> RowSchedule:
-    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many.
-
-    fold_norms: norms will be worked into products where rows stay (folded.py)."""
+def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[float] | None) -> RowSchedule:
+    """The plan for batches of this size; without a profile, rows move wherever tokens leave, if there are many."""
     if profile is None:
-        few = batch * model.shape.tokens <= triton.FEW_ROWS
+        few = batch * model.shape.tokens <= FEW_ROWS
         return RowSchedule(moves=frozenset() if few else None)
     live = live_rows(model, profile, batch)
-    moves = choose(live, measure(model, batch, live, fold_norms))
+    moves = choose(live, measure(model, batch, live))
     return RowSchedule(moves=moves, rows=expected_rows(live, moves))
 
 
 @torch.inference_mode()
-def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: bool = False) -> Times:
-    """Time a block of this model at the numbers of rows that `live` [L] has, with masks and without, and a move, on the
-    device it is on: what some blocks take more than one, since with `fold_norms` a block saves a norm where no move
-    comes before it. (Times rise in steps, as tiles fill the device once more: between two numbers one can only guess.)
+def measure(model: AdaptiveViT, batch: int, live: Sequence[float]) -> Times:
+    """Time a block at the numbers of rows in `live` [L], with masks and without, and a move, on the model's device.
+
+    Times rise in steps, as tiles fill the device once more: between two measured numbers the line is a guess.
     """
     weight = next(model.parameters())
-    slots, width, block = model.shape.tokens, model.shape.dim, model.vit.blocks[0]
+    slots, width, block = model.shape.tokens, model.shape.dim, model.backbone.blocks[0]
     x = torch.randn(batch, slots, width, dtype=weight.dtype, device=weight.device)
     slot = torch.arange(slots, device=weight.device).expand(batch, -1)
 
-    def run(blocks: Any, number: int, count: int, kind: str) -> None:
+    executor = TritonExecutor(model.backbone)
+
+    def run(number: int, count: int, kind: str) -> None:
         layout = PackedOnDevice(x, 1, RowSchedule(rows=(batch * count,) * BLOCKS))
         layout.keeps_prefix = True
         layout.drop(Drop(slot >= count))
@@ -135,23 +131,15 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float], fold_norms: b
         if kind == "masks":
             layout.plan = RowSchedule(frozenset(), layout.plan.rows)
             layout.drop(Drop(slot >= max(count - 1, 1)))
-            if batch * count <= triton.FEW_ROWS:  # a mask for rows comes with the decision (ops/gate.py)
-                layout.know(layout.active, layout.active.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
             if layer and kind == "moves":
                 layout.drop(Drop(slot >= slots))
-            blocks.attention(block, layout, EvidenceRequest())
-            blocks.mlp(block, layout, EvidenceRequest())
+            executor.attention(block, layout, EvidenceRequest())
+            executor.mlp(block, layout, EvidenceRequest())
 
     def time(count: int, kind: str = "") -> float:
-        blocks: Any = triton
-        if fold_norms:
-            some_of_them: Any = SimpleNamespace(blocks=[block] * BLOCKS)
-            blocks = Folded(some_of_them)
-            run(blocks, BLOCKS, count, kind)
-            blocks.settle()
-        one, all_of_them = (_replayed(lambda n=n: run(blocks, n, count, kind)) for n in (1, BLOCKS))  # type: ignore[misc]
+        one, all_of_them = (_replayed(lambda n=n: run(n, count, kind)) for n in (1, BLOCKS))  # type: ignore[misc]
         return max(0.0, (all_of_them - one) / (BLOCKS - 1))
 
     counts = sorted({min(max(1, round(rows / batch)), slots) for rows in live})

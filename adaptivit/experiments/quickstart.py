@@ -18,8 +18,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .. import __version__
+from ..backbones.build import DIGITS_VIT
 from ..data.dataset import Loaded
-from ..data.digits import BACKBONE, MEAN, PATCH, SIZE, STD, Digits, visible
+from ..data.digits import MEAN, PATCH, SIZE, STD, Digits, visible
 from ..data.preprocess import Preprocessing
 from ..evaluation.evaluate import Result, evaluate, paired_difference
 from ..factory import create
@@ -83,7 +84,7 @@ def quickstart(config: QuickstartConfig) -> None:
 
 def _train_static(config: QuickstartConfig, digits: Digits, bars: Progress) -> AdaptiveViT:
     torch.manual_seed(config.seed)
-    model = create(BACKBONE, "static")
+    model = create(DIGITS_VIT, "static")
     nn.init.normal_(model.vit.pos_embed, std=0.2)  # places must be told apart from the first step on
     recipe = replace(STATIC, seed=config.seed, epochs=1 if config.fast else STATIC.epochs)
     return _train("static ViT", model, recipe, digits, bars, None)
@@ -92,7 +93,7 @@ def _train_static(config: QuickstartConfig, digits: Digits, bars: Progress) -> A
 def _train_adaptive(config: QuickstartConfig, digits: Digits, bars: Progress, static: AdaptiveViT) -> AdaptiveViT:
     policy, values = spec.parse(ADAPTIVE.policy)
     torch.manual_seed(config.seed)
-    model = create(BACKBONE, policy, **values)
+    model = create(DIGITS_VIT, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())
     first = next(digits.training(config.seed, 0, 64))
     model.policy.calibrate(model, first.images)

@@ -30,7 +30,6 @@ __all__ = [
     "live",
     "log2_weight",
     "multiprocessors",
-    "packs",
     "power_of_two",
     "precision",
     "run_on",
@@ -60,11 +59,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # so that the interpreter goes round the loops
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def packs(t: Tensor) -> bool:
-    """Whether float32 is rounded to this dtype by an instruction of NVIDIA's that takes two at a time."""
-    return t.is_cuda and t.dtype == torch.bfloat16 and torch.version.hip is None and not INTERPRETED
 
 
 def power_of_two(n: int, least: int = 16) -> int:

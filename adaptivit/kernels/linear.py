@@ -10,10 +10,6 @@ and the loads of the next tile are under way while the last one is being written
 GELU is the exact one, x Phi(x) = max(x, 0) - |x| Phi(-|x|), with Phi(-t) = 2^p(t) for a polynomial p fitted to stay
 below the rounding of bfloat16 (3e-5 at most): one special-function instruction, where erf takes tens of ordinary ones.
 In float32 it is computed with erf.
-
-Two things more are there for norms without a pass of their own (norm_folded.py): the moments of the rows that are
-written, and a product of rows that are normed in its epilogue, by their moments. Moments [P, 2, R] are the mean of each
-P-th of a row, of `width` columns (the last one may be narrower), and the sum of squared distances from it, in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import blank, live, multiprocessors, packs, precision, tl, triton
+from .launch import blank, live, multiprocessors, precision, tl, triton
 
 
 def reference(
@@ -60,19 +56,6 @@ class Tile:
     parts: int = 1
 
 
-@dataclass(frozen=True)
-class Norm:
-    """What a product knows of the norm that is worked into it: the moments of x [P, 2, R] and the width they are of,
-    eps, the sums of the rows of W [N], and where its element `probe` (-1: none) is seen before GELU, [R]."""
-
-    moments: Tensor
-    width: int
-    eps: float
-    sums: Tensor
-    probe: int
-    seen: Tensor
-
-
 def tile_for(rows: int, width: int, adds: bool, wide: bool = False, depth: int = 0) -> Tile:
     """Measured on an H200 (benchmarks/LOG.md): by the rows that are expected, whether a residual is read, and the width
     in, `depth`. `wide` elements (float32) take twice the shared memory."""
@@ -103,56 +86,6 @@ if triton is not None:
         return tl.maximum(x, 0.0) - tl.abs(x) * tl.exp2(p)
 
     @triton.jit
-    def _rounded(x, TYPE: tl.constexpr, PACKED: tl.constexpr):
-        """x as it is when it has been stored, in float32 still. PACKED: to bfloat16 and back two at a time, 1.5
-        instructions each; what the compiler makes of two conversions is a slow one, one at a time."""
-        if PACKED:
-            return tl.inline_asm_elementwise(
-                "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
-                "=r,=r,r,r",
-                [x],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=2,
-            )
-        return x.to(TYPE).to(tl.float32)
-
-    @triton.jit
-    def _join(mean, squares, n, other_mean, other_squares, k):
-        """The moments of n numbers and of k others -> those of all (Chan et al.)."""
-        apart = other_mean - mean
-        share = k / (n + k)
-        return mean + apart * share, squares + other_squares + apart * apart * (n * share)
-
-    @triton.jit
-    def _measure(x, n, N: tl.constexpr, TN: tl.constexpr):
-        """Mean and squares of the columns of a part that are inside, and how many there are. x in float32."""
-        count = tl.minimum(tl.maximum(N - n, 0), TN).to(tl.float32)
-        if N % TN == 0:
-            mean = tl.sum(x, 1) / TN
-            apart = x - mean[:, None]
-        else:
-            inside = (n + tl.arange(0, TN) < N)[None, :]
-            mean = tl.sum(tl.where(inside, x, 0.0), 1) / tl.maximum(count, 1.0)
-            apart = tl.where(inside, x - mean[:, None], 0.0)
-        return mean, tl.sum(apart * apart, 1), count
-
-    @triton.jit
-    def _statistics(moments_pointer, row, rows, room, eps, K: tl.constexpr, WIDTH: tl.constexpr):
-        """Mean and 1 / deviation of rows of K columns, from their moments of WIDTH columns each."""
-        there = row < rows
-        pieces: tl.constexpr = (K + WIDTH - 1) // WIDTH
-        mean = tl.load(moments_pointer + row, mask=there, other=0.0)
-        squares = tl.load(moments_pointer + room + row, mask=there, other=0.0)
-        for p in tl.static_range(1, pieces):
-            at = moments_pointer + 2 * p * room + row
-            other_mean = tl.load(at, mask=there, other=0.0)
-            other_squares = tl.load(at + room, mask=there, other=0.0)
-            width = WIDTH if p < pieces - 1 else K - p * WIDTH
-            mean, squares = _join(mean, squares, p * WIDTH, other_mean, other_squares, width)
-        return mean, tl.rsqrt(squares / K + eps)
-
-    @triton.jit
     def _write(
         total,
         out_tile,
@@ -161,46 +94,25 @@ if triton is not None:
         scale_pointer,
         m,
         n,
-        mean,
-        steep,
-        sums_pointer,
-        seen_pointer,
-        probe,
-        rows,
         N: tl.constexpr,
         TN: tl.constexpr,
         GELU: tl.constexpr,
         BIAS: tl.constexpr,
         SCALE: tl.constexpr,
         RESIDUAL: tl.constexpr,
-        NORMED: tl.constexpr,
-        PROBED: tl.constexpr,
-        MEASURED: tl.constexpr,
         EXACT: tl.constexpr,
-        PACKED: tl.constexpr,
     ):
-        """What follows the product, and the store, for one part of a tile; gives what was stored, in float32."""
+        """What follows the product, and the store, for one part of a tile."""
         column = n + tl.arange(0, TN)
-        if NORMED:
-            sums = tl.load(sums_pointer + column, mask=column < N, other=0.0)
-            total = (total - mean[:, None] * sums[None, :]) * steep[:, None]
         if BIAS:
             total += tl.load(bias_pointer + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-        if PROBED:
-            row = m + tl.arange(0, total.shape[0])
-            if (probe >= n) & (probe < n + TN):
-                seen = tl.sum(tl.where((column == probe)[None, :], total, 0.0), 1)
-                tl.store(seen_pointer + row, seen, mask=row < rows)
         if GELU:
             total = _gelu(total, EXACT)
         if SCALE:
             total *= tl.load(scale_pointer + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
         if RESIDUAL:
             total += residual_tile.load([m, n]).to(tl.float32)
-        if MEASURED:
-            total = _rounded(total, out_tile.dtype, PACKED)
         out_tile.store([m, n], total.to(out_tile.dtype))
-        return total
 
     @triton.jit
     def _linear_kernel(
@@ -211,15 +123,9 @@ if triton is not None:
         bias_pointer,
         scale_pointer,
         rows_pointer,
-        moments_pointer,
-        sums_pointer,
-        seen_pointer,
         room,
-        eps,
-        probe,
         N: tl.constexpr,
         K: tl.constexpr,
-        WIDTH: tl.constexpr,
         TM: tl.constexpr,
         TN: tl.constexpr,
         TK: tl.constexpr,
@@ -229,11 +135,7 @@ if triton is not None:
         SCALE: tl.constexpr,
         RESIDUAL: tl.constexpr,
         COUNTED: tl.constexpr,
-        MEASURED: tl.constexpr,
-        NORMED: tl.constexpr,
-        PROBED: tl.constexpr,
         EXACT: tl.constexpr,
-        PACKED: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
         rows = room
@@ -249,40 +151,22 @@ if triton is not None:
                 x = x_tile.load([m, k])
                 w = w_tile.load([n, k])
                 total = tl.dot(x, w.T, total, input_precision=PRECISION)
-            row = m + tl.arange(0, TM)
-            mean, steep = 0.0, 1.0
-            if NORMED:
-                mean, steep = _statistics(moments_pointer, row, rows, room, eps, K, WIDTH)
             if PARTS == 1:
-                value = _write(
+                _write(
                     *(total, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
-                    *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, TN, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, MEASURED, EXACT, PACKED),
+                    *(N, TN, GELU, BIAS, SCALE, RESIDUAL, EXACT),
                 )
-                if MEASURED:
-                    centre, squares, _ = _measure(value, n, N, TN)
             else:
                 half: tl.constexpr = TN // 2
                 left, right = tl.split(tl.permute(tl.reshape(total, (TM, 2, half)), (0, 2, 1)))
-                value = _write(
+                _write(
                     *(left, out_tile, residual_tile, bias_pointer, scale_pointer, m, n),
-                    *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, MEASURED, EXACT, PACKED),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
                 )
-                if MEASURED:
-                    first = _measure(value, n, N, half)
-                value = _write(
+                _write(
                     *(right, out_tile, residual_tile, bias_pointer, scale_pointer, m, n + half),
-                    *(mean, steep, sums_pointer, seen_pointer, probe, rows),
-                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, NORMED, PROBED, MEASURED, EXACT, PACKED),
+                    *(N, half, GELU, BIAS, SCALE, RESIDUAL, EXACT),
                 )
-                if MEASURED:
-                    second = _measure(value, n + half, N, half)
-                    centre, squares = _join(*first, *second)
-            if MEASURED:
-                at = moments_pointer + 2 * (tile % across) * room + row
-                tl.store(at, centre, mask=row < rows)
-                tl.store(at + room, squares, mask=row < rows)
 
 
 @torch.library.custom_op("adaptivit::linear", mutates_args=())
@@ -301,7 +185,7 @@ def linear(
 
     `expected` rows choose the tile; any number of them is right. `space`: see kernels.blank."""
     tile = tile_for(expected, len(weight), residual is not None, x.dtype == torch.float32, x.shape[1])
-    return run(x, weight, bias, residual, scale, rows, gelu, tile, space=space)
+    return run(x, weight, bias, residual, scale, rows, gelu, tile, space)
 
 
 @linear.register_fake
@@ -318,11 +202,9 @@ def run(
     rows: Tensor | None,
     gelu: bool,
     tile: Tile,
-    moments: Tensor | None = None,
-    norm: Norm | None = None,
     space: int = 0,
 ) -> Tensor:
-    """The kernel with a tile of one's own. `moments` [P, 2, R] of the rows are written where they are asked for."""
+    """The kernel with a tile of one's own."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     room, width = len(x), len(weight)
@@ -341,15 +223,9 @@ def run(
         weight if bias is None else bias,
         weight if scale is None else scale,
         weight if rows is None else rows,
-        weight if moments is None and norm is None else moments if norm is None else norm.moments,
-        weight if norm is None else norm.sums,
-        weight if norm is None else norm.seen,
         room,
-        0.0 if norm is None else norm.eps,
-        -1 if norm is None else norm.probe,
         N=width,
         K=x.shape[1],
-        WIDTH=0 if norm is None else norm.width,
         TM=tile.m,
         TN=tile.n,
         TK=tile.k,
@@ -359,11 +235,7 @@ def run(
         SCALE=scale is not None,
         RESIDUAL=residual is not None,
         COUNTED=rows is not None,
-        MEASURED=moments is not None,
-        NORMED=norm is not None,
-        PROBED=norm is not None and norm.probe >= 0,
         EXACT=x.dtype == torch.float32,
-        PACKED=packs(x),
         PRECISION=precision(x.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,

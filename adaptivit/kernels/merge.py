@@ -6,9 +6,8 @@ place [B N]; into [B, N] the slot that each token goes to, its own if it stays, 
 
     row'_j = sum of scale_i row_i over the live i with into_i = j      for the live j with into_j = j
 
-in float32, rounded once. A row that is not finite reaches those that it joins (as NaN) and nobody else. The rows can be
-measured on the way, for a norm that is worked into the product behind it (norm_folded.py), and sizes brought to them,
-as the attention kernels take weights.
+in float32, rounded once. A row that is not finite reaches those that it joins (as NaN) and nobody else. Sizes can
+be brought to the rows on the way, as the attention kernels take weights.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from . import pack_index
 from .launch import multiprocessors, power_of_two, precision, tl, triton, usable
 
 if triton is not None:
-    from .linear import _measure
     from .pack_index import _order_of
 
-PIECE = 64  # columns of a program, and of a pair of moments
+PIECE = 64  # columns of a program
 REGISTERS = 128  # of a thread at most, so that four programs fit on a multiprocessor
 
 
@@ -128,8 +126,6 @@ if triton is not None:
     def _merge_kernel(
         rows_pointer,
         out_pointer,
-        moments_pointer,
-        room,
         stay_pointer,
         before_pointer,
         counts_pointer,
@@ -161,7 +157,6 @@ if triton is not None:
         TM: tl.constexpr,
         TL: tl.constexpr,
         TC: tl.constexpr,
-        MEASURED: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
@@ -205,11 +200,6 @@ if triton is not None:
                 out = _spoilt(out, row, *lists, number, c, D)
             value = out.to(out_pointer.dtype.element_ty)
             tl.store(out_pointer + row.to(tl.int64)[:, None] * D + c[None, :], value, mask=mask)
-            if MEASURED:
-                mean, squares, _ = _measure(value.to(tl.float32), tl.program_id(1) * TC, D, TC)
-                at = moments_pointer + 2 * tl.program_id(1) * room + row
-                tl.store(at, mean, mask=there)
-                tl.store(at + room, squares, mask=there)
 
     @triton.jit
     def _join_kernel(
@@ -262,9 +252,8 @@ def _merge(
     count: int | None,
     size: Tensor | None,
     left: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The kernel; moments are empty where they are not asked for, weights where there are no sizes."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel; weights are empty where there are no sizes."""
     batch, slots = live.shape
     tile, longest = tile_for(batch), slots if count is None else count
     room, width, tall, exact = batch * longest, rows.shape[1], tile.m, rows.dtype == torch.float32
@@ -279,34 +268,31 @@ def _merge(
     alone = not tile.orders or (count is None and left is None)
     after, cells, offsets, _ = pack_index.arrange(order) if alone else order.made
     across = triton.cdiv(width, PIECE)
-    moments = torch.empty(across if measures else 0, 2, room, dtype=torch.float32, device=rows.device)
     # few images: several programs share the rows of each
     shared = triton.cdiv(4 * multiprocessors(rows.device), batch * across)
     _merge_kernel[(batch, across, max(1, min(triton.cdiv(longest, tall), shared)))](
-        *(rows, out, moments, room, *order.given),
+        *(rows, out, *order.given),
         **order.sizes,
         ORDERS=not alone,
         D=width,
         TM=tall,
         TL=tile.joining,
         TC=PIECE,
-        MEASURED=measures,
         EXACT=exact,
         PRECISION=precision(rows.dtype),
         num_warps=tile.warps,
         **({} if exact or torch.version.hip else {"maxnreg": REGISTERS}),
     )
-    return out, stay, after, cells, offsets, moments, weight
+    return out, stay, after, cells, offsets, weight
 
 
 @_merge.register_fake
-def _(rows, live, into, scale, place, count, size, left, measures):
+def _(rows, live, into, scale, place, count, size, left):
     batch, slots = live.shape
     room = batch * (slots if count is None else count)
     out, stay = rows.new_empty(room, rows.shape[1]), torch.empty_like(live)
-    moments = rows.new_empty(-(-rows.shape[1] // PIECE) if measures else 0, 2, room, dtype=torch.float32)
     weight = rows.new_empty(0 if size is None else room, dtype=torch.float32)
-    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1), moments, weight
+    return out, stay, place.new_empty(batch * slots), place.new_empty(room), place.new_empty(batch + 1), weight
 
 
 @torch.library.custom_op("adaptivit::join", mutates_args=())
@@ -337,20 +323,20 @@ def merge(
     place: Tensor,
     count: int | None = None,
     size: Tensor | None = None,
-    measures: bool = False,
     left: Tensor | None = None,
-) -> tuple[Merged, Tensor | None, Tensor | None]:
-    """As the reference, with the kernels where they can run; rows behind the last live one are not written. And there,
-    with `measures`, the moments [P, 2, R'] of the rows after, of PIECE columns each (norm_folded.py), and with `size`
-    [B, N] its binary logarithm for every row [R']; else None. `left` [B] int32: how many stay in every image, where
-    that is known: then nobody needs to count them."""
+) -> tuple[Merged, Tensor | None]:
+    """As the reference, with the kernels where they can run; rows behind the last live one are not written.
+
+    With `size` [B, N] the kernel also gives its binary logarithm for every row [R'], else None. `left` [B] int32: how
+    many tokens stay in every image, where that is known, so that they need no counting.
+    """
     if not usable(rows.device) or rows.dtype == torch.float64:
-        return reference(rows, live, into, scale, place, count), None, None
+        return reference(rows, live, into, scale, place, count), None
     size = None if size is None else size.float().contiguous()
     given = (t.contiguous() for t in (live, into, scale.float()))
-    out, stay, after, cells, offsets, moments, weight = _merge(rows, *given, place, count, size, left, measures)
-    merged = (out, stay, after, cells, offsets)
-    return merged, moments if measures else None, None if size is None else weight
+    *merged, weight = _merge(rows, *given, place, count, size, left)
+    out, stay, after, cells, offsets = merged
+    return (out, stay, after, cells, offsets), None if size is None else weight
 
 
 def join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,7 @@ it, W [N, D], b [N]. As in norm.py, rows may move on the way (kept), and one ele
 its GELU.
 
 Every program norms its rows anew, which is work done several times over, but saves a launch and a trip to memory. With
-many rows the two kernels of norm.py and linear.py are faster. The program that sees the element may also decide by it
-who halts (gate.py).
+many rows the two kernels of norm.py and linear.py are faster.
 
 A row is held in two parts, since the widths of ViTs are 2^k or 3 2^k and tiles are powers of two.
 """
@@ -21,15 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import norm as norms
-from .halting_gate import Decided, Gate
 from .launch import blank, precision, tl, triton
 
 if triton is not None:
-    from .halting_gate import _decide_absent, _decide_rows
     from .linear import _gelu
-
-
-Where = tuple[Tensor | None, Tensor | None]  # cells and place
 
 
 def reference(
@@ -95,23 +89,9 @@ if triton is not None:
         out_pointer,
         kept_pointer,
         seen_pointer,
-        cells_pointer,
-        place_pointer,
-        spent_pointer,
-        going_pointer,
-        gamma_pointer,
-        beta_pointer,
-        shift_pointer,
-        score_out,
-        spent_out,
-        going_out,
-        rows_out,
         room,
         probe,
         eps,
-        level,
-        slots,
-        prefix,
         N: tl.constexpr,
         LEFT: tl.constexpr,
         RIGHT: tl.constexpr,
@@ -122,9 +102,6 @@ if triton is not None:
         PROBED: tl.constexpr,
         BIAS: tl.constexpr,
         GELU: tl.constexpr,
-        GATED: tl.constexpr,
-        MOVED: tl.constexpr,  # rows are not where the grid has them
-        SHIFTED: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
@@ -135,9 +112,6 @@ if triton is not None:
         groups: tl.constexpr = (N + TN - 1) // TN
         group = tl.program_id(0) % groups
         row = tl.program_id(0) // groups * TM + tl.arange(0, TM)
-        if GATED and MOVED:  # noqa: SIM102 - known when it is compiled
-            if group == 0:
-                _decide_absent(row, row < room, place_pointer, spent_pointer, score_out, spent_out, going_out)
         if tl.program_id(0) // groups * TM < rows:
             there = row < rows
             n = group * TN + tl.arange(0, TN)
@@ -176,12 +150,6 @@ if triton is not None:
                 if (probe >= first) & (probe < first + TN):
                     seen = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
                     tl.store(seen_pointer + row, seen, mask=there)
-                    if GATED:
-                        _decide_rows(
-                            *(seen, row, there, cells_pointer, spent_pointer, going_pointer),
-                            *(gamma_pointer, beta_pointer, shift_pointer, score_out, spent_out, going_out),
-                            *(rows_out, level, slots, prefix, MOVED, SHIFTED),
-                        )
             if GELU:
                 total = _gelu(total, EXACT)
             to = row.to(tl.int64)[:, None] * N + n[None, :]
@@ -205,36 +173,7 @@ def _norm_linear(
     space: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tile = tile_for(expected, len(weight), x.dtype)
-    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile, space)[:3]
-
-
-@torch.library.custom_op("adaptivit::norm_linear_gated", mutates_args=())
-def _norm_linear_gated(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    rows: Tensor | None,
-    probe: int,
-    gelu: bool,
-    expected: int,
-    space: int,
-    gamma: Tensor,
-    beta: Tensor,
-    shift: Tensor | None,
-    level: float,
-    prefix: int,
-    spent: Tensor,
-    going: Tensor,
-    cells: Tensor | None,
-    place: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gate, where = Gate(gamma, beta, shift, level, prefix, spent, going), (cells, place)
-    tile = tile_for(expected, len(weight), x.dtype)
-    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile, space, gate, where)
+    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile, space)
 
 
 def run(
@@ -250,24 +189,14 @@ def run(
     gelu: bool,
     tile: Tile,
     space: int = 0,
-    gate: Gate | None = None,
-    where: Where = (None, None),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The kernel with a tile of one's own; kept, seen and what was decided are empty where nothing moves, nothing is
-    looked at and nothing is to be decided."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel with a tile of one's own; kept and seen are empty where nothing moves and nothing is read."""
     room, parts = len(x if index is None else index), split(x.shape[1])
     assert parts is not None
     out = blank(room, len(weight), space, x)
     kept = x.new_empty(0) if index is None else torch.empty(room, x.shape[1], dtype=x.dtype, device=x.device)
-    cells, place = where
-    seen, *decided = _outcome(x, room, probe, None if gate is None else gate.spent, cells)
+    seen = x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
     groups = triton.cdiv(len(weight), tile.n)
-    given = [x] * 7
-    if gate is not None:
-        assert probe >= 0
-        assert cells is None or room == gate.spent.numel()
-        given = [t if t is not None else x for t in (cells, place)] + [gate.spent, gate.going.view(torch.uint8)]
-        given += [gate.gamma, gate.beta, x if gate.shift is None else gate.shift]
     _norm_linear_kernel[(triton.cdiv(room, tile.m) * groups,)](
         x,
         norm_weight,
@@ -279,14 +208,9 @@ def run(
         out,
         kept,
         seen,
-        *given,
-        *(t.view(torch.uint8) if t.dtype == torch.bool else t for t in decided),
         room,
         probe,
         eps,
-        0.0 if gate is None else gate.level,
-        1 if gate is None else gate.spent.shape[1],
-        0 if gate is None else gate.prefix,
         N=len(weight),
         LEFT=parts[0],
         RIGHT=parts[1],
@@ -297,44 +221,18 @@ def run(
         PROBED=probe >= 0,
         BIAS=bias is not None,
         GELU=gelu,
-        GATED=gate is not None,
-        MOVED=cells is not None,
-        SHIFTED=gate is not None and gate.shift is not None,
         EXACT=x.dtype == torch.float32,
         PRECISION=precision(x.dtype),
         num_warps=tile.warps,
     )
-    score, spent, going, of_rows = decided
-    return out, kept, seen, score, spent, going, of_rows
-
-
-def _outcome(
-    x: Tensor, room: int, probe: int, spent: Tensor | None = None, cells: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Room for what is seen and what is decided, none where nothing is; of rows only where they have been moved."""
-    grid = (0,) if spent is None else spent.shape
-    score, after = (x.new_empty(grid, dtype=torch.float32) for _ in range(2))
-    seen = x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
-    going, of_rows = (x.new_empty(size, dtype=torch.bool) for size in (grid, 0 if cells is None else room))
-    return seen, score, after, going, of_rows
-
-
-def _fakes(x: Tensor, weight: Tensor, index: Tensor | None) -> tuple[int, Tensor, Tensor]:
-    room = x.shape[0] if index is None else index.shape[0]
-    kept = x.new_empty(0) if index is None else x.new_empty(room, x.shape[1])
-    return room, x.new_empty(room, weight.shape[0]), kept
+    return out, kept, seen
 
 
 @_norm_linear.register_fake
 def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space=0):
-    room, out, kept = _fakes(x, weight, index)
-    return out, kept, _outcome(x, room, probe)[0]
-
-
-@_norm_linear_gated.register_fake
-def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space, *gate):
-    room, out, kept = _fakes(x, weight, index)
-    return out, kept, *_outcome(x, room, probe, gate[5], gate[7])
+    room = x.shape[0] if index is None else index.shape[0]
+    kept = x.new_empty(0) if index is None else x.new_empty(room, x.shape[1])
+    return x.new_empty(room, weight.shape[0]), kept, x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
 
 
 def norm_linear(
@@ -356,29 +254,3 @@ def norm_linear(
     given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space)
     out, kept, seen = _norm_linear(*given)
     return out, x if index is None else kept, None if probe < 0 else seen
-
-
-def norm_linear_gated(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    rows: Tensor | None,
-    probe: int,
-    gelu: bool,
-    expected: int,
-    space: int,
-    gate: Gate,
-    where: Where = (None, None),
-) -> tuple[Tensor, Tensor, Tensor, Decided]:
-    """The same, and what gate.reference makes of what was seen. `where`: cells [R] and place [B N] of rows that have
-    been moved (layouts/device.py)."""
-    shift = None if gate.shift is None else gate.shift.contiguous()
-    knows = (gate.gamma, gate.beta, shift, gate.level, gate.prefix, gate.spent.contiguous(), gate.going.contiguous())
-    given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space)
-    out, kept, seen, score, spent, going, of_rows = _norm_linear_gated(*given, *knows, *where)
-    of_rows = going.flatten() if where[0] is None else of_rows
-    return out, x if index is None else kept, seen, Decided(score, spent, going, of_rows)

@@ -7,8 +7,6 @@ those that took part, at `place` [B N] (compact.py); gate [B, N]; count [1] live
     out_r = moved_p                               p = place of cell_r, if it has one
             row_r + gate_cell (moved_p - row_r)   with a gate
             row_r                                 where it sat out
-
-The rows can be measured on the way, for a norm that is worked into the product behind it (norm_folded.py).
 """
 
 from __future__ import annotations
@@ -17,9 +15,6 @@ import torch
 from torch import Tensor
 
 from .launch import live, multiprocessors, power_of_two, tl, triton, usable
-
-if triton is not None:
-    from .linear import _measure
 
 
 def reference(
@@ -46,14 +41,12 @@ if triton is not None:
         gate_pointer,
         count_pointer,
         out_pointer,
-        moments_pointer,
         room,
         D: tl.constexpr,
         WIDE: tl.constexpr,
         TM: tl.constexpr,
         GATED: tl.constexpr,
         COUNTED: tl.constexpr,
-        MEASURED: tl.constexpr,
     ):
         rows = room
         if COUNTED:
@@ -78,10 +71,6 @@ if triton is not None:
                 old = tl.load(rows_pointer + at, mask=(there & (place < 0))[:, None] & inside, other=0.0)
             value = tl.where(took_part, new, old)
             tl.store(out_pointer + at, value, mask=there[:, None] & inside)
-            if MEASURED:
-                mean, squares, _ = _measure(value.to(tl.float32), tile * 0, D, WIDE)  # from column 0 on, as a tensor
-                tl.store(moments_pointer + row, mean, mask=there)
-                tl.store(moments_pointer + room + row, squares, mask=there)
 
 
 @torch.library.custom_op("adaptivit::back", mutates_args=())
@@ -92,30 +81,26 @@ def _back(
     place: Tensor,
     gate: Tensor | None,
     count: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor]:
-    """The kernel; the moments are empty where they are not asked for."""
+) -> Tensor:
     out = torch.empty_like(rows)
     room, width = rows.shape
-    moments = torch.empty(int(measures), 2, room, dtype=torch.float32, device=rows.device)
     wide = power_of_two(width)
     tall = max(1, 2048 // wide)
     given = (rows, cells, moved, place, rows if gate is None else gate, cells if count is None else count)
     _back_kernel[(min(triton.cdiv(room, tall), 16 * multiprocessors(rows.device)),)](
-        *(*given, out, moments, room),
+        *(*given, out, room),
         D=width,
         WIDE=wide,
         TM=tall,
         GATED=gate is not None,
         COUNTED=count is not None,
-        MEASURED=measures,
     )
-    return out, moments
+    return out
 
 
 @_back.register_fake
-def _(rows, cells, moved, place, gate, count, measures):
-    return torch.empty_like(rows), rows.new_empty(int(measures), 2, rows.shape[0], dtype=torch.float32)
+def _(rows, cells, moved, place, gate, count):
+    return torch.empty_like(rows)
 
 
 def back(
@@ -125,13 +110,4 @@ def back(
     if not usable(rows.device) or rows.dtype == torch.float64:
         return reference(rows, cells, moved, place, gate, count)
     gate = None if gate is None else gate.contiguous()
-    return _back(rows.contiguous(), cells, moved.contiguous(), place, gate, count, False)[0]
-
-
-def back_measured(
-    rows: Tensor, cells: Tensor, moved: Tensor, place: Tensor, gate: Tensor | None = None, count: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The kernel's, and the moments [1, 2, R] of whole rows (norm_folded.py)."""
-    gate = None if gate is None else gate.contiguous()
-    out, moments = _back(rows.contiguous(), cells, moved.contiguous(), place, gate, count, True)
-    return out, moments
+    return _back(rows.contiguous(), cells, moved.contiguous(), place, gate, count)

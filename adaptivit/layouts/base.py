@@ -63,14 +63,6 @@ class RowSchedule:
 
 
 @dataclass(frozen=True)
-class RowStats:
-    """What is known of the rows for the norm to come (ops/norm_folded.py)."""
-
-    values: Tensor  # [P, 2, R] mean and squared distances from it, of every `width` columns
-    width: int
-
-
-@dataclass(frozen=True)
 class KernelRows:
     """A layout's rows as the fused kernels take them."""
 
@@ -78,7 +70,6 @@ class KernelRows:
     index: Tensor | None = None  # [R] where each row is to be taken from first
     count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
     expected: int = 0  # rows that are expected
-    moments: RowStats | None = None  # of the rows, where they have been measured
 
 
 class Layout(ABC):
@@ -89,6 +80,7 @@ class Layout(ABC):
     drops_rows = True  # absent rows are not computed
     static_shapes = True  # no shape depends on who is there: nobody waits for a count
     keeps_prefix = False  # the policy never lets class, distillation and register tokens go
+    positions: Tensor | None = None  # [N, ...] what the backbone's qkv must know of each slot
     alive: Tensor  # [B, N] bool: has not left
     active: Tensor  # [B, N] bool: takes part in the present block (live and not sitting out)
     size: Tensor | None  # [B, N] size of each token where merges have made some heavier than 1
@@ -159,6 +151,14 @@ class Layout(ABC):
     def active_rows(self) -> Tensor | None:
         """[R] bool: the rows that a block changes; None: all of them."""
         return None
+
+    def row_positions(self) -> Tensor | None:
+        """[R, ...] `positions` of every row."""
+        return None if self.positions is None else self.positions[self.row_slots()]
+
+    def row_slots(self) -> Tensor:
+        """[R] the slot of every row."""
+        raise NotImplementedError(f"{type(self).__name__} runs with fused kernels, which know no positions by slot.")
 
     @abstractmethod
     def expand(self, values: Tensor) -> Tensor:

@@ -108,6 +108,9 @@ class Gathered(Layout):
             self._starts[n] = torch.arange(0, self.batch * n + 1, n, device=self.places.device, dtype=torch.int32)
         return self._starts[n]
 
+    def row_slots(self) -> Tensor:
+        return self.places
+
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.places.shape[1], *values.shape[1:])
 

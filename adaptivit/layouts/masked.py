@@ -90,6 +90,9 @@ class Masked(Layout):
     def active_rows(self) -> Tensor | None:
         return None if self._whole and self._before is None else self.active
 
+    def row_slots(self) -> Tensor:
+        return torch.arange(self.slots, device=self.rows.device).expand(self.alive.shape)
+
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.slots, *values.shape[1:])
 

@@ -136,6 +136,9 @@ class Packed(Layout):
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    def row_slots(self) -> Tensor:
+        return self.cells % self.slots
+
     def expand(self, values: Tensor) -> Tensor:
         return values[self.cells // self.slots]
 

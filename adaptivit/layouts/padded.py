@@ -83,6 +83,9 @@ class Padded(Layout):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return attention.fused(q, k, v, bias, dropout=dropout).transpose(1, 2)
 
+    def row_slots(self) -> Tensor:
+        return self.places
+
     def expand(self, values: Tensor) -> Tensor:
         return values[:, None].expand(-1, self.places.shape[1], *values.shape[1:])
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..decision import Drop, Merge, Skip
 from ..kernels import attention, attention_scores, pack_index, ragged_attention
 from ..kernels.launch import Log2, run_on
-from ..kernels.merge import PIECE, merge
+from ..kernels.merge import merge
 from ..kernels.scores_and_keys import looks
-from ..kernels.unskip import back, back_measured
-from .base import KernelRows, Layout, RowSchedule, RowStats, same_count
+from ..kernels.unskip import back
+from .base import KernelRows, Layout, RowSchedule, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
 
@@ -27,8 +27,6 @@ class PackedOnDevice(Layout):
     name = "packed"
     _held: Tensor  # [R, D] rows, moved or still to be moved
     _index: Tensor | None  # [R] where each row is now, while a move is pending
-    _moments: RowStats | None  # of the rows held
-    measures = False  # whether rows that meet or come back are measured, for a folded norm (folded.py)
     full = staticmethod(pack_index.filled)
 
     def __init__(self, x: Tensor, head_tokens: int, plan: RowSchedule | None = None) -> None:
@@ -43,7 +41,6 @@ class PackedOnDevice(Layout):
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
         self._sizes: Log2 | None = None  # of the rows as they are
-        self._known: tuple[Tensor, Tensor] | None = None  # who is here [B, N], and the same for every row [R]
         self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
 
@@ -52,24 +49,14 @@ class PackedOnDevice(Layout):
         """[R, D] where they belong, though the move may still be pending."""
         return self._held if self._index is None else self._held[self._index]
 
-    def put(self, rows: Tensor, moments: RowStats | None = None) -> None:
-        self._held, self._moments = rows, moments
-        self._index = None
+    def put(self, rows: Tensor) -> None:
+        self._held, self._index = rows, None
 
     def kernel_rows(self) -> KernelRows:
         """The rows for the fused kernels (fused.py)."""
         expected = self.plan.expected(self.layer, self.batch * self.slots)
         count = self.offsets[-1:] if self._counted else None
-        return KernelRows(self._held, self._index, count, expected, self._moments)
-
-    @property
-    def where(self) -> tuple[Tensor | None, Tensor | None]:
-        """cells and place, where rows have been moved."""
-        return (self.cells, self.place) if self._moved else (None, None)
-
-    def know(self, here: Tensor, rows: Tensor) -> None:
-        """Both say who will be left, if nobody else leaves: [B, N], and [R] for the rows as they are."""
-        self._known = (here, rows)
+        return KernelRows(self._held, self._index, count, expected)
 
     @property
     def longest(self) -> int:
@@ -85,10 +72,10 @@ class PackedOnDevice(Layout):
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
-        self._known = self._sizes = None
+        self._sizes = None
 
     def drop(self, decision: Drop) -> None:
-        stay = self.alive > decision.leaving if decision.staying is None else decision.staying  # in one kernel, or none
+        stay = self.alive > decision.leaving  # one kernel
         self._park(decision.leaving if decision.zero_on_exit else None)
         self.alive = self.active = stay
         if self.plan.moves_after(self.layer):
@@ -117,14 +104,9 @@ class PackedOnDevice(Layout):
             return
         rows, cells, place, offsets, kind, gate = self._aside
         count = offsets[-1:] if kind[0] else None
-        given = (rows, cells, self.rows, self.place, gate, count)
-        if self.measures:
-            made, moments = back_measured(*given)
-            self.put(made, RowStats(moments, made.shape[1]))
-        else:
-            self.put(back(*given))
+        self.put(back(rows, cells, self.rows, self.place, gate, count))
         self.cells, self.place, self.offsets = cells, place, offsets
-        self._known = self._sizes = None
+        self._sizes = None
         self._counted, self._thin, self._moved = kind
         self.active, self._aside = self.alive, None
 
@@ -132,18 +114,12 @@ class PackedOnDevice(Layout):
         stay = self.alive & (decision.target == torch.arange(self.slots, device=self.alive.device))
         self._park()
         size = self.size if decision.size is None else decision.size
-        given, room = (
-            (self.alive, decision.target, decision.source_weight, self.place),
-            self._room(stay, decision.tokens_left),
-        )
-        left = (
-            None
-            if decision.left_counts is None or decision.left_counts[0] is not self.alive
-            else decision.left_counts[1]
-        )
-        merged, values, weight = merge(self.rows, *given, room, size, self.measures, left)
+        room, known = self._room(stay, decision.tokens_left), decision.left_counts
+        left = known[1] if known is not None and known[0] is self.alive else None
+        given = (self.alive, decision.target, decision.source_weight, self.place)
+        merged, weight = merge(self.rows, *given, room, size, left)
         rows, stay, self.place, self.cells, self.offsets = merged
-        self.put(rows, None if values is None else RowStats(values, PIECE))
+        self.put(rows)
         self.alive = self.active = stay
         self._counted = self._moved = True
         self._thin = False
@@ -160,8 +136,6 @@ class PackedOnDevice(Layout):
             return None
         if self._sizes is not None and not self._thin:
             return self._sizes
-        if self.size is None and self._known is not None and self._known[0] is self.active:
-            return self._known[1]
         weight = self.active if self.size is None else self.size * self.active if self._thin else self.size
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 
@@ -243,7 +217,7 @@ class GatheredOnDevice(PackedOnDevice):
         return same_count(stay, count)
 
     def kernel_rows(self) -> KernelRows:
-        return KernelRows(self._held, self._index, expected=len(self.cells), moments=self._moments)
+        return KernelRows(self._held, self._index, expected=len(self.cells))
 
     def _typical(self) -> int:
         return self.longest

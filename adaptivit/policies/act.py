@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel, row_macs
+from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
 from .base import Policy
 from .halting import Halting
 from .settings import ACTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

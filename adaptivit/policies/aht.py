@@ -26,11 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel, row_macs
+from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep, Trace
 from ..errors import UserError
-from ..kernels.halting_gate import Gate
 from ..utils.batch_rng import draw
 from .base import Policy
 from .common import check_blocks, fold
@@ -38,8 +36,8 @@ from .halting import Halting
 from .settings import AHTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
     from ..model import AdaptiveViT
+    from .context import BlockContext
 
 
 def normalised(rows: Tensor) -> Tensor:
@@ -156,18 +154,6 @@ class AHT(Policy):
         halting = Halting(halts, settings.threshold, settings.eps, settings.tau, ctx.cached_full)
         return State(halting, torch.ones(halts.shape, device=device), shift)
 
-    def inside(self, ctx: BlockContext, state: State) -> Gate | None:
-        """The paper's supervisor: it reads fc1 and nothing else, and the token leaves by being dropped."""
-        settings, halting = self.settings, state.halting
-        paper = (settings.feature, settings.decide, settings.leave) == ("fc1", "after", "drop")
-        more = settings.relative > 0 or settings.plan_weight > 0 or ctx.limited or type(self)._score is not AHT._score
-        if not paper or more or ctx.last or not self.decides(ctx.layer) or torch.is_grad_enabled():
-            return None
-        prefix = self.shape.num_prefix_tokens if settings.class_token == "stays" else 0
-        gamma, beta = self._gate_of(ctx.layer)
-        level = settings.threshold - settings.eps
-        return Gate(gamma, beta, state.shift, level, prefix, halting.cumulative, halting.going)
-
     def _gate_of(self, block: int) -> tuple[Tensor, Tensor]:
         """gamma and beta, of all blocks or of this one."""
         gamma, beta = (p if p.ndim == 0 else p[block] for p in (self.gamma, self.beta))
@@ -192,24 +178,15 @@ class AHT(Policy):
     def _decide(self, ctx: BlockContext, state: State) -> Decision:
         settings, layer, halting = self.settings, ctx.layer + 1, state.halting
         spared = not self.decides(ctx.layer)
-        decided = ctx.evidence.get("decided")
-        if decided is None:
-            surplus = None if spared else ctx.over_limit
-            score, margin = self._score(ctx, state)
-            full, mass = halting.step(score, layer, ctx.last, surplus=surplus, margin=margin)
-        else:
-            if "features" in ctx.aux:
-                state.features.append(self._feature(ctx))
-            full, mass = halting.take(decided, layer)
+        surplus = None if spared else ctx.over_limit
+        score, margin = self._score(ctx, state)
+        full, mass = halting.step(score, layer, ctx.last, surplus=surplus, margin=margin)
         share = mass if settings.class_token == "mean_field" else None
         if spared:
             return Keep(readout_weight=share)
         weight = halting.presence[-1] if settings.straight_through else None
         if settings.leave == "drop":
-            stays = None if decided is None else decided.going
-            return Drop(
-                full, key_weight=weight, zero_on_exit=settings.halted == "zeroed", readout_weight=share, staying=stays
-            )
+            return Drop(full, key_weight=weight, zero_on_exit=settings.halted == "zeroed", readout_weight=share)
         merge_weight = None
         if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to merge_weight in a mean
             merge_weight = state.size * ctx.evidence["class_row"].clamp_min(1e-9) ** 0.5

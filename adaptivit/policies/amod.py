@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Skip
 from ..errors import UserError
 from .base import Policy
@@ -23,7 +23,7 @@ from .mod import routed_blocks, skip
 from .settings import AMoDSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

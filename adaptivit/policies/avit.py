@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel, row_macs
+from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
 from .base import Policy
@@ -25,7 +24,7 @@ from .halting import Halting
 from .settings import AViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel
+from ..cost import CostModel, Shape
 from ..decision import Decision
-from ..kernels.halting_gate import Gate
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
     from ..model import AdaptiveViT
+    from .context import BlockContext
 
 
 class Policy(nn.Module):
@@ -59,11 +57,6 @@ class Policy(nn.Module):
 
     def start(self, ctx: BlockContext) -> Any:
         """A fresh state for one forward pass."""
-        return None
-
-    def inside(self, ctx: BlockContext, state: Any) -> Gate | None:
-        """Asked before a block: what fc1 has to know to decide on its way who halts, where it can (fused.py). after()
-        then finds the answer in ctx.evidence["decided"], a Decided. None: after() decides itself."""
         return None
 
     def before(self, ctx: BlockContext, state: Any) -> Decision | None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Decision, Drop
 from ..utils.batch_rng import draw
 from .base import Policy
@@ -27,7 +27,7 @@ from .common import check_blocks, fold, thirds, top
 from .settings import DynamicViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class Predictor(nn.Module):

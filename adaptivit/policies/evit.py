@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Decision, Drop, Merge
 from ..errors import UserError
 from .base import Policy
@@ -22,7 +22,7 @@ from .common import check_blocks, thirds, top
 from .settings import EViTSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class EViT(Policy):

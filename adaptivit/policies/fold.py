@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel
+from ..cost import CostModel, Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.merge_score import MergeScore
@@ -32,7 +31,7 @@ from .common import check_blocks
 from .settings import FoldSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels.halting_gate import Decided
-
 
 @dataclass
 class Halting:
@@ -79,13 +77,6 @@ class Halting:
         if not last:
             self.presence.append(self.straight_through())
         return full, mass
-
-    def take(self, decided: Decided, layer: int) -> tuple[Tensor, Tensor]:
-        """The same where a kernel has added the score and seen who is full (ops/gate.py). For inference."""
-        full, spent = self.going > decided.going, self.cumulative / self.threshold
-        self.cumulative, self.going = decided.spent, decided.going
-        self.presence.append(self.going.float())
-        return full, self._halted(full, spent, decided.score, layer)
 
     def _halted(self, full: Tensor, spent: Tensor, score: Tensor, layer: int) -> Tensor:
         """Write down what halting here means for whoever is full; the mass p_l."""

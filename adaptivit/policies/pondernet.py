@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
-from ..cost import CostModel
+from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
 from .base import Policy
 from .settings import PonderNetSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 @dataclass

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Decision, Keep, Merge, Skip, Trace, When, detached
 from ..errors import UserError
 from .base import Policy
 from .settings import ReplaySettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 class Replay(Policy):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbones.timm_vit import Shape
+from ..cost import Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.bipartite_match import pairs
@@ -27,7 +27,7 @@ from .common import join
 from .settings import ToMeSettings
 
 if TYPE_CHECKING:
-    from ..forward import BlockContext
+    from .context import BlockContext
 
 
 def schedule(r: tuple[int, ...] | int, inflection: float, layers: int) -> list[int]:

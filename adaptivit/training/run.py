@@ -217,7 +217,7 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     trainer.copy = whole
     if config.compile == "blocks":
         for one in filter(None, (model, teacher)):
-            one.regional = True
+            one.compile_blocks = True
     if config.compile == "whole":  # training alone: validation has other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
         trainer.judge = compiled(judged, mode="reduce-overhead" if graphs else None)

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backbones import timm_vit
 from ..errors import UserError
 from ..model import AdaptiveViT
 from .collect import Progress
@@ -104,8 +103,8 @@ def _ranks(values: Array) -> Array:
 def _rows(model: AdaptiveViT, image: Tensor) -> list[Tensor]:
     """[1, N, D] before every block and after the last, with every token in every block."""
     first = next(model.parameters())
-    rows = [timm_vit.embed(model.vit, image[None].to(first.device, first.dtype))]
-    for block in model.vit.blocks:
+    rows = [model.backbone.embed(image[None].to(first.device, first.dtype))]
+    for block in model.backbone.blocks:
         rows.append(block(rows[-1]))
     return rows
 
@@ -115,13 +114,12 @@ def _without(model: AdaptiveViT, rows: Tensor, left: Array, block: int, target: 
     slots = torch.arange(rows.shape[1])
     others = torch.stack([slots[slots != int(i)] for i in left]).to(rows.device)  # [T, N - 1]
     rows = rows[0][others]
-    for later in model.vit.blocks[block:]:
+    for later in model.backbone.blocks[block:]:
         rows = later(rows)
     return F.cross_entropy(_logits(model, rows), target.expand(len(left)), reduction="none")
 
 
 def _logits(model: AdaptiveViT, rows: Tensor) -> Tensor:
     shape = model.shape
-    return timm_vit.head(model.vit, rows[:, : shape.head_tokens] if shape.head_tokens < shape.tokens else rows)[
-        1
-    ].float()
+    read = rows[:, : shape.head_tokens] if shape.head_tokens < shape.tokens else rows
+    return model.backbone.head(read)[1].float()

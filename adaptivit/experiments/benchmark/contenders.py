@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...backbones import timm_vit as backbone
 from ...decision import Drop, Trace, detached
 from ...errors import UserError
 from ...evaluation import halting_profiles
@@ -147,7 +146,7 @@ def _model(config: BenchmarkConfig, at: Setting, spec: str) -> AdaptiveViT:
 def _nothing_left(at: Setting) -> AdaptiveViT:
     """Ours with every token everywhere: in the last MLP too, where nobody reads the patches."""
     model = AdaptiveViT(at.base.vit, "static", {}).eval()
-    model.whole_end = True
+    model.full_last_mlp = True
     return model
 
 
@@ -247,7 +246,7 @@ class Padded:
     """
 
     def __init__(self, model: AdaptiveViT, trace: Trace) -> None:
-        self.vit: Any = model.vit
+        self.backbone = model.backbone
         self.shape = model.shape
         self.pools = self.shape.head_tokens == self.shape.tokens
         self.drops: dict[tuple[int, str], Tensor] = {}  # (layer, when) -> [B, N] leaving
@@ -268,12 +267,12 @@ class Padded:
 
     def __call__(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, classes]"""
-        x = backbone.embed(self.vit, images)
+        x = self.backbone.embed(images)
         live = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # [B, N]
         places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n] slot of every row
         last = x  # [B, N, D] value of every token when it was last moved, for heads that pool
         mask: Tensor | None = None  # [B, n] rows that are not padding
-        for layer, block in enumerate(self.vit.blocks):
+        for layer, block in enumerate(self.backbone.blocks):
             for when in ("before", "after"):
                 leaving = self.drops.get((layer, when))
                 if leaving is not None:
@@ -286,7 +285,7 @@ class Padded:
                 if when == "before":
                     x = block(x, attn_mask=None if mask is None else mask[:, None, None, :])
         readout = self._kept(last, x, places, mask) if self.pools else x[:, : self.shape.head_tokens]
-        return backbone.head(self.vit, readout)[1]
+        return self.backbone.head(readout)[1]
 
     def _kept(self, last: Tensor, x: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
         """The last values with those of the present rows in them; padding is not taken."""

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..backbones import timm_vit
 from ..budget import control
 from ..errors import UserError, first_line, unknown
+from ..execution.torch import Executor
 from ..forward import forward
 from ..layouts import Gathered, Layout, Masked
 from ..layouts.padded import Padded
@@ -56,7 +56,7 @@ class Program(nn.Module):
     def __init__(self, model: AdaptiveViT, kind: str) -> None:
         super().__init__()
         self.model, self.layout = model, LAYOUTS[kind]
-        one = torch.zeros(1, model.vit.in_chans, *model.vit.patch_embed.img_size)
+        one = torch.zeros(1, model.backbone.in_chans, *model.backbone.image_size)
         (turn,) = control.split_batch(model, one)
         self.policy = turn.policy
         self.shift, self.limit = (None if t is None else float(t) for t in (turn.shift, turn.limit))
@@ -65,8 +65,8 @@ class Program(nn.Module):
         model, count = self.model, images.shape[0]
         shift = None if self.shift is None else torch.full((count,), self.shift)
         limit = None if self.limit is None else torch.full((count,), self.limit, dtype=torch.float64)
-        rest: Any = (self.layout, images, (), timm_vit, shift, limit)
-        output = forward(model.vit, model.shape, self.policy, *rest)
+        setting = control.RunSetting(self.policy, shift, limit)
+        output = forward(Executor(model.backbone), self.layout, images, setting)
         return output.logits, output.trace.depth
 
 
@@ -129,8 +129,8 @@ def need(*modules: str) -> None:
 
 def trace(program: Program) -> Any:
     """torch.export's graph, for any number of images."""
-    vit = program.model.vit
-    example = torch.randn(3, vit.in_chans, *vit.patch_embed.img_size, generator=torch.Generator().manual_seed(0))
+    backbone = program.model.backbone
+    example = torch.randn(3, backbone.in_chans, *backbone.image_size, generator=torch.Generator().manual_seed(0))
     batch = torch.export.Dim("batch", min=1, max=65536)
     return torch.export.export(program, (example,), dynamic_shapes={"images": {0: batch}}, strict=False)
 
@@ -225,12 +225,12 @@ def compare(model: AdaptiveViT, run: Run, images: Tensor, tolerance: float) -> t
 
 def sample(model: AdaptiveViT) -> Tensor:
     """scikit-learn's two photos where the model reads pictures, and as much noise."""
-    from ..checkpoint.model_card import SAMPLES, pictures_for
+    from .model_card import SAMPLES, pictures_for
 
     noise = torch.randn(
-        2, model.vit.in_chans, *model.vit.patch_embed.img_size, generator=torch.Generator().manual_seed(1)
+        2, model.backbone.in_chans, *model.backbone.image_size, generator=torch.Generator().manual_seed(1)
     )
-    return torch.cat([pictures_for(model, SAMPLES), noise]) if model.vit.in_chans in (1, 3) else noise
+    return torch.cat([pictures_for(model, SAMPLES), noise]) if model.backbone.in_chans in (1, 3) else noise
 
 
 @contextmanager

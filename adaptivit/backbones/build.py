@@ -1,0 +1,121 @@
+"""Make a backbone from a timm name, a module or arguments, and describe one so that it can be made again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from ..errors import UnsupportedBackbone, UserError, WeightsError
+from . import family_named, family_of
+from .protocol import Backbone
+
+DIGITS_VIT: dict[str, Any] = {  # the small backbone of the quickstart, for data/digits.py
+    "img_size": 64,
+    "patch_size": 8,
+    "embed_dim": 64,
+    "depth": 6,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "num_classes": 10,
+}
+DIGITS_CFG = {"mean": (0.2,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
+
+
+def build_backbone(
+    backbone: str | nn.Module | Mapping[str, Any],
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    drop_path_rate: float = 0.0,
+    pretrained: bool = False,
+    family: str = "timm_vit",
+) -> Any:
+    """The module of a backbone: a timm name, a module (used as it is), or arguments of `family`."""
+    if isinstance(backbone, nn.Module):
+        return _adapted(backbone, num_classes, img_size, drop_path_rate, pretrained)
+    asked = {"drop_path_rate": drop_path_rate or None, "img_size": img_size, "num_classes": num_classes}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if not isinstance(backbone, str):
+        return family_named(family).build(dict(backbone) | given)
+    if backbone != "digits_vit":
+        return _from_timm(backbone, pretrained, given)
+    if pretrained:
+        raise UserError("digits_vit has no weights to download; train it: adaptivit train --data digits.")
+    small: Any = family_named(family).build(DIGITS_VIT | given)
+    nn.init.normal_(small.pos_embed, std=0.2)  # positions must be told apart from the first step on
+    small.pretrained_cfg = dict(DIGITS_CFG)
+    return small
+
+
+def _adapted(
+    module: nn.Module,
+    num_classes: int | None,
+    img_size: int | tuple[int, int] | None,
+    drop_path_rate: float,
+    pretrained: bool,
+) -> nn.Module:
+    """A module that the user made, with the classifier and the image size that are asked for."""
+    if pretrained:
+        raise UserError("weights=True downloads by timm name; this backbone is a module.")
+    backbone = family_of(module)(module)
+    backbone.inspect()
+    own = backbone.drop_path_rate
+    if drop_path_rate not in (0.0, own):
+        raise UserError(f"drop_path_rate: the module brings its own, {own}; make it with {drop_path_rate}.")
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size
+    backbone.adapt(num_classes, size if size is None else (size[0], size[1]))
+    return module
+
+
+def _from_timm(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('.')[0][:9]}*")
+        hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
+        raise UserError(f"Unknown timm model {name!r}.{hint}")
+    logging.getLogger("timm").setLevel(logging.WARNING)
+    try:
+        return timm.create_model(name, pretrained=pretrained, **given)
+    except TypeError as error:
+        raise UnsupportedBackbone(f"{name} is not a VisionTransformer that takes these settings ({error}).") from None
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"timm could not make {name}: {error}") from None
+    except OSError as error:
+        raise WeightsError(f"timm could not download the weights of {name}: {error}") from None
+
+
+def describe_backbone(backbone: Backbone, name: str | None) -> dict[str, Any]:
+    """What `rebuild` needs to make this backbone again; refuses what it could not describe."""
+    shape = backbone.inspect()
+    classes = shape.classes if shape.num_classifiers else 0
+    changes = {"num_classes": classes, "img_size": list(backbone.image_size)}
+    described: dict[str, Any] = {"name": name, "changes": changes}
+    if name is None:
+        described |= {"family": backbone.family, "kwargs": backbone.arguments()}
+    with torch.device("meta"):
+        again = rebuild(described)
+    if _fingerprint(backbone.module) != _fingerprint(again):
+        raise UserError(
+            "This VisionTransformer cannot be described by its arguments, so it cannot be saved as a checkpoint; "
+            "make it by its timm name, or by create({'embed_dim': ..., 'depth': ...}, ...)."
+        )
+    return described
+
+
+def rebuild(described: Mapping[str, Any]) -> nn.Module:
+    """The backbone of a checkpoint's description, with fresh weights."""
+    given = described.get("name") or described["kwargs"]
+    return build_backbone(given, **described["changes"], family=described.get("family", "timm_vit"))
+
+
+def _fingerprint(module: nn.Module) -> list[Any]:
+    """What a description must reproduce: shapes of weights, kinds of modules, epsilons, activations."""
+    parts = [
+        f"{name} {type(m).__name__} {m.extra_repr()}"
+        for name, m in module.named_modules()
+        if not isinstance(m, (nn.Dropout, nn.Identity)) and "drop_path" not in name
+    ]
+    return [{name: value.shape for name, value in module.state_dict().items()}, parts]
