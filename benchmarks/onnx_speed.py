@@ -26,12 +26,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import onnxruntime
+from adaptivit.execution.export import Run, run_onnx
 
 import adaptivit
 from adaptivit.checkpoint.model_card import pictures_for
 from adaptivit.cli.commands import append_csv
 from adaptivit.evaluation.predict import find_images
-from adaptivit.execution.export import Run, run_onnx
 
 
 def with_share(args: Any, images: Tensor) -> tuple[Any, Tensor]:
