@@ -19,6 +19,7 @@ import adaptivit
 from adaptivit.checkpoint.export_config import ExportConfig
 from adaptivit.cli.config import EvaluateConfig, PredictConfig
 from adaptivit.cli.main import _COMMANDS
+from adaptivit.cli.recipes import RecipesConfig
 from adaptivit.cli.serve_config import DemoConfig, Limits, ServeConfig
 from adaptivit.cli.visualize_config import VisualizeConfig
 from adaptivit.errors import UserError
@@ -32,7 +33,7 @@ from adaptivit.experiments.sweep.config import SweepConfig
 from adaptivit.policies import BUILT_IN
 from adaptivit.policies.spec import describe
 from adaptivit.training.config import TrainConfig
-from adaptivit.training.recipes import RECIPES, RecipesConfig
+from adaptivit.training.recipes import RECIPES
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}

@@ -22,8 +22,8 @@ from ..experiments.sweep.config import SweepConfig, from_recipe
 from ..policies import get, names
 from ..policies.spec import describe
 from ..training.config import TrainConfig
-from ..training.recipes import RecipesConfig
 from .config import EvaluateConfig, PredictConfig
+from .recipes import RecipesConfig
 from .serve_config import DemoConfig, ServeConfig
 from .visualize_config import VisualizeConfig
 
@@ -175,9 +175,9 @@ def _runner(command: str) -> Callable[[Any], None]:
 
         return sweep
     if command == "recipes":
-        from ..training.recipes import show
+        from .recipes import run as recipes
 
-        return show
+        return recipes
     if command == "reproduce":
         from ..experiments.reproduce.command import reproduce
 

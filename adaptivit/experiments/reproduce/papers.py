@@ -1,15 +1,16 @@
-"""The papers' tables and figures, each a list of recipes (adaptivit/recipes). None of them has been run by us: full
+"""The papers' tables and figures, each a list of recipes (adaptivit/training/recipes). None of them has been run by us: full
 ImageNet is needed. Figures are top-1 % / GMACs, as printed. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...training.recipes.amod import BACKBONES, TABLE_1
+from ...training.recipes import RECIPES
 from .run import Run, Table
 
 _IMAGENET = "ImageNet-1k as a folder with train/ and val/"
 _OWN = "Every run has its recipe's own settings and starts from the weights of its backbone; the report is on val."
+_SMALL = {"backbone": "deit_small_patch16_224"}
 _LR = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 
 
@@ -38,12 +39,7 @@ def _transfer(data: str, title: str, static: str, aht: str) -> Table:
 
 def _routing(percent: str) -> dict[str, str]:
     """Rows of A-MoD's Table 1 at a capacity."""
-    rows = {}
-    for (size, capacity), (_, *printed) in TABLE_1.items():
-        if capacity == percent:
-            for name, (gmacs, top1) in zip(("static-isoflop", "mod", "amod"), printed, strict=True):
-                rows[f"{name}-{size}-{percent}"] = f"{top1} / {gmacs}"
-    return rows
+    return {name: recipe.paper for name, recipe in RECIPES.items() if recipe.paper and name.endswith(f"-{percent}")}
 
 
 def _untrained() -> Table:
@@ -67,7 +63,6 @@ def _token_methods() -> Table:
         change = {"policy": "tome:r=8", "distill": 1.0}
         return Run(f"ToMe, {size}", recipe=f"amod-{size}-50", change=change, paper=paper)
 
-    small = {"backbone": BACKBONES["small"]}
     runs = (
         Run("A-MoD, tiny", recipe="amod-tiny-50", paper="71.8 / 0.9"),
         Run("A-ViT, tiny", recipe="avit-paper", paper="71.0 / 0.8"),
@@ -75,7 +70,7 @@ def _token_methods() -> Table:
         tome("tiny", "71.69 / 0.93"),
         Run("A-MoD, small", recipe="amod-small-50", paper="78.66 / 3.42"),
         Run("A-ViT, small", recipe="avit-paper-small", paper="78.6 / 3.6"),
-        Run("DynamicViT, small", recipe="dynamicvit", change=small, paper="78.3 / 3.4"),
+        Run("DynamicViT, small", recipe="dynamicvit", change=_SMALL, paper="78.3 / 3.4"),
         tome("small", "79.68 / 3.43"),
     )
     protocol = (
@@ -140,7 +135,7 @@ PAPERS: tuple[Table, ...] = (
         _OWN,
         (
             Run("DeiT-S", recipe="static-avit-small", paper="78.9 / 4.6"),
-            Run("DynamicViT-S", recipe="dynamicvit", change={"backbone": BACKBONES["small"]}, paper="78.3 / 3.4"),
+            Run("DynamicViT-S", recipe="dynamicvit", change=_SMALL, paper="78.3 / 3.4"),
             Run("A-ViT-S", recipe="avit-paper-small", paper="78.6 / 3.6"),
             Run("A-ViT-S, distillation token", recipe="avit-distilled-small", paper="80.7 / 3.6"),
             Run("DeiT-T", recipe="static-avit-tiny", paper="71.3 / 1.2"),

@@ -1,75 +1,92 @@
-"""Named recipes: functions that return a full TrainConfig; the docstring holds the command and what is known of it."""
+"""Named recipes: tables in the TOML files of this folder, one file a paper, read into TrainConfigs.
+
+A table has `title`, `train` (what its command adds to the recipe's name), `about` (what is known of it), `paper` (top-1
+% / GMACs as printed), `like` (the recipe that it starts from), and settings of training. `[defaults]` of a file holds
+settings of all its recipes.
+"""
 
 from __future__ import annotations
 
-import inspect
 import json
+import tomllib
 import typing
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import Any
 
 from ...errors import UserError, unknown
 from ...policies.spec import parse
 from ...utils.coerce import convert
 from ..config import TrainConfig
-from . import aht, amod, avit, baselines, dynamicvit, evit
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    **aht.RECIPES,
-    **avit.RECIPES,
-    "dynamicvit": dynamicvit.paper,
-    "evit": evit.paper,
-    **amod.RECIPES,
-    **baselines.RECIPES,
-}
-_ALWAYS = ("backbone", "policy", "epochs", "batch_size", "lr", "weight_decay", "augment")  # shown even by default
+FILES = ("aht", "avit", "dynamicvit", "evit", "amod", "exits")
+_ALWAYS = ("backbone", "policy", "epochs", "batch_size", "lr", "weight_decay", "augment")  # listed even by default
 
 
 @dataclass(frozen=True)
-class RecipesConfig:
-    """List every recipe with a line of what it is, or show one: what is known of it and all its settings.
+class Recipe:
+    """Settings of training under a name, with the command and what is known of them."""
 
-    Example: adaptivit recipes aht-balanced
-    """
+    name: str
+    title: str
+    train: str
+    settings: Mapping[str, Any]
+    about: str = "Not run by us."
+    paper: str = ""
 
-    name: Annotated[str | None, tyro.conf.Positional] = None
-    """A recipe; none to list them."""
+    def config(self) -> TrainConfig:
+        return TrainConfig(**{"data": "", **self.settings})
 
-    def __post_init__(self) -> None:
-        if self.name and self.name not in RECIPES:
-            raise unknown("recipe", self.name, RECIPES)
+    def text(self) -> str:
+        """Title, command and what is known."""
+        top1, _, gmacs = self.paper.partition(" / ")
+        known = f"The paper reports {top1} % at {gmacs} GMACs. " if self.paper else ""
+        return f"{self.title}\n\nadaptivit train --recipe {self.name} {self.train}\n{known}{self.about.strip()}"
+
+
+def _load() -> dict[str, Recipe]:
+    found: dict[str, Recipe] = {}
+    for file in FILES:
+        tables = tomllib.loads(files(__package__).joinpath(f"{file}.toml").read_text())
+        defaults = tables.pop("defaults", {})
+        for name, table in tables.items():
+            own = {k: table.pop(k) for k in ("title", "train", "about", "paper") if k in table}
+            like = table.pop("like", None)
+            found[name] = Recipe(name, settings={**(found[like].settings if like else defaults), **table}, **own)
+    return found
+
+
+RECIPES = _load()
 
 
 def listing() -> str:
     """One line a recipe."""
-    return "\n".join(f"  {name}: {(make.__doc__ or '').splitlines()[0]}" for name, make in RECIPES.items())
+    return "\n".join(f"  {name}: {recipe.title}" for name, recipe in RECIPES.items())
 
 
-def show(config: RecipesConfig) -> None:
-    """adaptivit recipes"""
-    if not config.name:
-        print(listing())
-        return
-    make = RECIPES[config.name]
-    print(f"{config.name}: {inspect.cleandoc(make.__doc__ or '')}\n")
-    here, plain = make(), TrainConfig(data="")
+def describe(name: str) -> str:
+    """What is known of a recipe and the settings in which it differs from training's defaults."""
+    recipe = _named(name)
+    here, plain = recipe.config(), TrainConfig(data="")
+    lines = [f"{name}: {recipe.text()}", ""]
     for field in fields(here):
         value = getattr(here, field.name)
         if field.name in _ALWAYS or value != getattr(plain, field.name):
-            print(f"  --{field.name.replace('_', '-')} {value}")
+            lines.append(f"  --{field.name.replace('_', '-')} {value}")
+    return "\n".join(lines)
 
 
 def get(name: str) -> TrainConfig:
     """A recipe by its name, or by the path of a .json file such as `adaptivit sweep` writes."""
-    if name.endswith(".json"):
-        return _read(Path(name))
+    return _read(Path(name)) if name.endswith(".json") else _named(name).config()
+
+
+def _named(name: str) -> Recipe:
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
-    return RECIPES[name]()
+    return RECIPES[name]
 
 
 def _read(path: Path) -> TrainConfig:
@@ -80,15 +97,15 @@ def _read(path: Path) -> TrainConfig:
         raise UserError(f"Cannot read the recipe {path}: {error.strerror or error}.") from None
     except ValueError as error:  # not JSON, or not text
         raise UserError(f"The recipe {path} is not JSON ({error}).") from None
-    fields = given.get("recipe") if isinstance(given, dict) else None
-    if not isinstance(fields, dict):
+    settings = given.get("recipe") if isinstance(given, dict) else None
+    if not isinstance(settings, dict):
         raise UserError(f'The recipe {path}: expected {{"recipe": {{"lr": 0.0001, ...}}}}, got something else.')
     hints = typing.get_type_hints(TrainConfig)
     try:
-        for field in fields:
-            if field not in hints:
-                raise unknown("field", field, hints)
-        config = TrainConfig(**({"data": ""} | {k: convert(k, v, hints[k]) for k, v in fields.items()}))
+        for name in settings:
+            if name not in hints:
+                raise unknown("field", name, hints)
+        config = TrainConfig(**({"data": ""} | {k: convert(k, v, hints[k]) for k, v in settings.items()}))
         parse(config.policy)
     except UserError as error:
         raise UserError(f"The recipe {path}: {error}") from None
