@@ -97,8 +97,8 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
                 assert meaning
                 assert f"{name} = {default!r} {plain(meaning)}" in said
     if command in ("train", "compare", "sweep"):
-        for name, make in RECIPES.items():
-            assert plain(f"{name}: {(make.__doc__ or '').splitlines()[0]}") in said
+        for name, recipe in RECIPES.items():
+            assert plain(f"{name}: {recipe.title}") in said
 
 
 @pytest.mark.usefixtures("wide")

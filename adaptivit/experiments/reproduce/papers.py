@@ -1,5 +1,8 @@
-"""The papers' tables and figures, each a list of recipes (adaptivit/training/recipes). None of them has been run by us: full
-ImageNet is needed. Figures are top-1 % / GMACs, as printed. Nothing here imports torch."""
+"""The papers' tables and figures, each a list of recipes (adaptivit/training/recipes).
+
+None of them has been run by us: full ImageNet is needed. Figures are top-1 % / GMACs, as printed.
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
