@@ -41,7 +41,10 @@ from torch import Tensor, nn
 
 # Keys that a later tree leaves out on purpose: pattern (fnmatch) of "case/quantity" -> why, e.g.
 # "class: aht, zeroed/*": "aht: halted=zeroed brought nothing".
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "class: aht, gelu/*": "evidence gelu brought nothing (docs/results/cifar100.md)",
+    "table: ablation-feature: feature gelu/*": "the same",
+}
 
 TINY: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 6, "num_heads": 4}
 TINY |= {"num_classes": 10}
@@ -295,7 +298,7 @@ def record_output(record: Record, key: str, output: Any) -> None:
             record(f"{key}/{name}", getattr(output, name))
     record(f"{key}/attended", trace.attended)
     record(f"{key}/updated", trace.updated)
-    record(f"{key}/prefix", trace.prefix)
+    record(f"{key}/prefix", names.get(trace, "num_prefix_tokens"))
     record(f"{key}/pooled", names.POOLED.get(trace.pooled, trace.pooled))
     record(f"{key}/layout", names.LAYOUT_NAMES.get(output.layout, output.layout))
     for name, value in trace.facts.items():
@@ -335,7 +338,7 @@ def record_passes(record: Record, model: Any, images: Tensor, policy: str, full:
     ask = names.asks(("tokens", "patches", "keep_scores", *ASKED.get(policy, ())))
     for layout in ("masked", "packed", "gathered"):
         with record.part(f"{layout}, asked"), torch.inference_mode():
-            record_output(record, f"{layout}, asked", model(images, layout=layout, ask=ask))
+            record_output(record, f"{layout}, asked", names.asked_pass(model, images, layout, ask))
     with record.part("dense features"), torch.inference_mode():
         import adaptivit
 
@@ -542,7 +545,7 @@ def interpreted(record: Record, backbone: Any, name: str, kind: str) -> None:
                 record_output(record, layout, model(images, layout=layout))
         if kind == "class":
             with record.part("asked"):
-                record_output(record, "asked", model(images, layout="packed", ask=ask))
+                record_output(record, "asked", names.asked_pass(model, images, "packed", ask))
             with record.part("limit"):
                 record_output(record, "limit", model(images, layout="packed", max_macs="-15%"))
 
@@ -619,15 +622,18 @@ def processor() -> str:
     return platform.processor()
 
 
-def compare(before_file: Path, after_file: Path, show: int) -> int:
-    """Counts of equal, renamed, differing and missing values; 1 where one differs or is missing without a reason."""
+def compare(before_file: Path, after_file: Path, show: int, only: str) -> int:
+    """Counts of equal, renamed, differing and missing values of the cases `only`; 1 where one differs or is missing
+    without a reason."""
     files = [json.loads(path.read_text()) for path in (before_file, after_file)]
     for label, file in zip(("before", "after"), files, strict=True):
         meta = file["meta"]
         print(f"{label}: {meta['commit'][:9]} {meta['tree']} torch {meta['torch']} on {meta['machine']}")
     if len({(f["meta"]["torch"], f["meta"]["machine"]) for f in files}) > 1:
         print("note: other versions or machines; values may differ for that reason alone")
-    before, after = files[0]["values"], files[1]["values"]
+    before, after = (
+        {k: v for k, v in f["values"].items() if fnmatch.fnmatch(k.partition("/")[0], only)} for f in files
+    )
     gone = {key for key in before if is_gone(key)} - after.keys()
     differing = sorted(key for key in before.keys() & after.keys() if before[key] != after[key])
     missing, new = sorted(before.keys() - after.keys() - gone), after.keys() - before.keys()
@@ -670,12 +676,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the fingerprints of the tree that is imported")
     parser.add_argument("--interpret", action="store_true", help="the Triton kernels, in Triton's interpreter")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="cases to run (fnmatch)")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="cases to run or to compare (fnmatch)")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--show", type=int, default=20, help="how many names to print of each kind")
     given = parser.parse_args()
     if given.compare:
-        return compare(*given.compare, given.show)
+        return compare(*given.compare, given.show, given.only)
     if not given.out:
         parser.error("one of --out and --compare is needed")
     return capture(given.out, given.only, given.interpret)

@@ -44,6 +44,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "recompute": ("recompute", "checkpoint_activations", "checkpointed"),  # of a model
     "budget_share": ("budget_share", "share"),  # of a training config or its losses
     "finish": ("finish", "settle"),  # of NormFused
+    "num_prefix_tokens": ("num_prefix_tokens", "prefix"),  # of a trace
     "knob": ("position", "knob"),  # of a point of a calibration curve
 }
 
@@ -176,6 +177,14 @@ def policy_spec(policy: str, settings: Mapping[str, Any], depth: int) -> tuple[s
 
 def asks(names: Iterable[str]) -> set[str]:
     return {name for neutral in names for name in ASKS.get(neutral, (neutral,))}
+
+
+def asked_pass(model: Any, images: Any, layout: str, names: set[str]) -> Any:
+    """A pass that is asked for facts."""
+    try:
+        return model(images, layout=layout, aux=names)
+    except TypeError:
+        return model(images, layout=layout, ask=names)
 
 
 def method_config(method: str) -> Any:
