@@ -13,11 +13,11 @@ from torch import nn
 from . import __version__, policies
 from .backbones import family_of
 from .backbones.build import build_backbone, rebuild
+from .backbones.preprocessing import Preprocessing
 from .backbones.slim import narrow
 from .budget import control
 from .checkpoint import format as checkpoint
 from .cost import Shape
-from .data.preprocess import Preprocessing
 from .errors import UserError, WeightsError
 from .model import AdaptiveViT
 from .policies.spec import make

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from . import policies
 from .backbones import family_of
+from .backbones.preprocessing import Preprocessing
 from .backbones.protocol import Backbone
 from .budget import control
 from .budget import curve as budgets
 from .budget.curve import Budget, Calibration
 from .cost import CostModel, Shape
-from .data.preprocess import Preprocessing
 from .decision import Trace
 from .errors import UserError
 from .execution import select

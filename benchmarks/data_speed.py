@@ -121,7 +121,9 @@ def measure(batch: int, options: argparse.Namespace) -> None:
         if name == "random":
             batches = fixed(batch, model.preprocessing.size, classes, device)
         else:
-            source = training_images(labelled, model.preprocessing, replace(base, augment_on=name), device)
+            source = training_images(
+                labelled, model.preprocessing, replace(base.augmentation, on=name), base.seed, device
+            )
             batches = endless(source, batch, options.workers)
         times[name] = preparation(batches, options.steps)
         contenders[name] = Contender(trainer, batches)

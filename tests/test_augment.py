@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+from adaptivit.backbones.preprocessing import Preprocessing
 from adaptivit.data import dataset, gpu_augment, mosaics, pixel_ops
+from adaptivit.data.augment import training_transform
+from adaptivit.data.augment_config import AugmentConfig
 from adaptivit.data.dataset import Images, Labelled
 from adaptivit.data.gpu_pipeline import OnDevice, evaluation_images, training_images
-from adaptivit.data.preprocess import Preprocessing
 from adaptivit.errors import UserError
-from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer
 
 CPU = torch.device("cpu")
@@ -39,8 +40,8 @@ def labelled(count: int = 12, size: tuple[int, int] = (32, 32), seed: int = 0, g
     return Labelled("x", items[..., 0] if grey else items, [i % 3 for i in range(count)], ("a", "b", "c"))
 
 
-def config(**given: Any) -> TrainConfig:
-    return TrainConfig(**{"data": "", "augment": "none"} | given)
+def config(kind: str = "none", **given: Any) -> AugmentConfig:
+    return AugmentConfig(kind=kind, **given)  # type: ignore[arg-type]
 
 
 def batch(source: Any, indices: Any = range(12)) -> Tensor:
@@ -91,9 +92,9 @@ def test_evaluation_of_real_images_is_pils() -> None:
 @pytest.mark.parametrize("how", ["none", "flip", "pad", "crop"])
 def test_training_is_a_crop_a_resize_and_a_mirror_of_pil(source: Any, size: Any, kind: str, how: str) -> None:
     some, preprocessing = labelled(size=source), Preprocessing(size, interpolation=kind)
-    given = config(augment=how, seed=3)
-    there = batch(training_images(some, preprocessing, TrainConfig("", augment=how, seed=3, augment_on="device"), CPU))
-    draws = gpu_augment.draw(given, 0, np.arange(12), source, size)
+    given = config(kind=how)
+    there = batch(training_images(some, preprocessing, config(kind=how, on="device"), 3, CPU))
+    draws = gpu_augment.draw(given, 3, 0, np.arange(12), source, size)
     mode = v2.InterpolationMode(kind)
     finish = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
     edge = (source[0] // 8, source[1] // 8) if how == "pad" else (0, 0)
@@ -194,14 +195,14 @@ def test_randaugment_is_torchvisions(name: str, magnitude: int, sign: int) -> No
 
 def test_a_batch_takes_every_image_through_its_own_operations() -> None:
     """Grouped by operation, slot after slot, it comes to the same as image by image."""
-    some, given = labelled(40), config(augment="rand", rand_magnitude=9, color_jitter=0.4, seed=5, augment_on="device")
-    draws = gpu_augment.draw(given, 2, np.arange(40), (32, 32), (32, 32))
+    some, given = labelled(40), config(kind="rand", rand_magnitude=9, color_jitter=0.4, on="device")
+    draws = gpu_augment.draw(given, 5, 2, np.arange(40), (32, 32), (32, 32))
     assert set(draws.codes[:, 3:].flatten()) == set(range(10)), "every operation is drawn"
-    source = training_images(some, PLAIN, given, CPU)
+    source = training_images(some, PLAIN, given, 5, CPU)
     source.epoch = 2
     there = bytes_of(batch(source, range(40)))
-    start = TrainConfig("", augment="crop", seed=5, augment_on="device")
-    crop = training_images(some, PLAIN, start, CPU)
+    start = config(kind="crop", on="device")
+    crop = training_images(some, PLAIN, start, 5, CPU)
     crop.epoch = 2
     images = bytes_of(batch(crop, range(40)))
     fill = torch.tensor(PLAIN.fill, dtype=torch.float32)
@@ -234,7 +235,7 @@ def test_the_random_numbers_are_spread_evenly_and_do_not_follow_each_other() -> 
 
 
 def test_crops_have_the_areas_and_ratios_asked_for() -> None:
-    box = gpu_augment.draw(config(augment="crop", crop_scale=0.2), 0, MANY, (64, 64), (32, 32)).box
+    box = gpu_augment.draw(config(kind="crop", crop_scale=0.2), 0, 0, MANY, (64, 64), (32, 32)).box
     top, left, height, width = box.T
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -253,54 +254,54 @@ def test_crops_have_the_areas_and_ratios_asked_for() -> None:
 
 
 def test_a_crop_that_never_fits_is_the_middle_as_in_torchvision() -> None:
-    box = gpu_augment.draw(config(augment="crop", crop_scale=1.0), 0, np.arange(50), (10, 40), (32, 32)).box
+    box = gpu_augment.draw(config(kind="crop", crop_scale=1.0), 0, 0, np.arange(50), (10, 40), (32, 32)).box
     assert (box == [0, (40 - 13) // 2, 10, 13]).all()
 
 
 def test_shifts_go_as_far_as_an_eighth_everywhere() -> None:
-    box = gpu_augment.draw(config(augment="pad"), 0, MANY, (32, 24), (32, 32)).box
+    box = gpu_augment.draw(config(kind="pad"), 0, 0, MANY, (32, 24), (32, 32)).box
     assert set(box[:, 0]) == set(range(9))
     assert set(box[:, 1]) == set(range(7))
     assert (box[:, 2:] == [32, 24]).all()
 
 
 def test_erasing_takes_rectangles_of_the_right_size_as_often_as_asked() -> None:
-    erase = gpu_augment.draw(config(random_erasing=0.3), 0, MANY, (32, 32), (64, 64)).erase
+    erase = gpu_augment.draw(config(erasing=0.3), 0, 0, MANY, (32, 32), (64, 64)).erase
     some = erase[erase[:, 2] > 0]
     assert len(some) / len(MANY) == pytest.approx(0.3, abs=0.02)
     share = some[:, 2] * some[:, 3] / 64**2
     assert 0.018 < share.min() < share.max() < 0.34
     assert (some[:, :2] + some[:, 2:] <= 64).all()
-    given = TrainConfig("", augment="none", random_erasing=0.9, augment_on="device")
-    images, plain = labelled(), config(augment_on="device")
-    there, before = (batch(training_images(images, PLAIN, c, CPU)) for c in (given, plain))
-    erase = gpu_augment.draw(given, 0, np.arange(12), (32, 32), (32, 32)).erase
+    given = config(kind="none", erasing=0.9, on="device")
+    images, plain = labelled(), config(on="device")
+    there, before = (batch(training_images(images, PLAIN, c, 0, CPU)) for c in (given, plain))
+    erase = gpu_augment.draw(given, 0, 0, np.arange(12), (32, 32), (32, 32)).erase
     for i, (top, left, height, width) in enumerate(erase):
         before[i, :, top : top + height, left : left + width] = 0
     assert torch.equal(there, before)
 
 
 def test_jitter_stays_in_its_range_and_comes_in_every_order() -> None:
-    draws = gpu_augment.draw(config(color_jitter=0.4), 0, MANY, (32, 32), (32, 32))
+    draws = gpu_augment.draw(config(color_jitter=0.4), 0, 0, MANY, (32, 32), (32, 32))
     assert 0.6 <= draws.amounts[..., 0].min() < 0.61
     assert 1.39 < draws.amounts[..., 0].max() <= 1.4
     assert len({tuple(c) for c in draws.codes}) == 6
-    assert gpu_augment.draw(config(color_jitter=3.0), 0, MANY, (32, 32), (32, 32)).amounts.min() >= 0
+    assert gpu_augment.draw(config(color_jitter=3.0), 0, 0, MANY, (32, 32), (32, 32)).amounts.min() >= 0
 
 
 def test_one_flag_does_not_change_the_draws_of_another() -> None:
-    one = gpu_augment.draw(config(augment="crop"), 0, MANY, (32, 32), (32, 32))
-    two = gpu_augment.draw(config(augment="rand", random_erasing=0.5, color_jitter=0.1), 0, MANY, (32, 32), (32, 32))
+    one = gpu_augment.draw(config(kind="crop"), 0, 0, MANY, (32, 32), (32, 32))
+    two = gpu_augment.draw(config(kind="rand", erasing=0.5, color_jitter=0.1), 0, 0, MANY, (32, 32), (32, 32))
     assert np.array_equal(one.box, two.box)
     assert np.array_equal(one.mirror, two.mirror)
 
 
 # -- batches --------------------------------------------------------------------------------------------------------
-ALL = TrainConfig("", augment="rand", random_erasing=0.5, color_jitter=0.3, seed=7, augment_on="device")
+ALL = config(kind="rand", erasing=0.5, color_jitter=0.3, on="device")
 
 
-def by_index(order: Any, epoch: int = 3, given: TrainConfig = ALL) -> dict[int, Tensor]:
-    source = training_images(labelled(40), PLAIN, given, CPU)
+def by_index(order: Any, epoch: int = 3, seed: int = 7) -> dict[int, Tensor]:
+    source = training_images(labelled(40), PLAIN, ALL, seed, CPU)
     source.epoch = epoch
     return {int(i): x for b in dataset.batches(source, order) for i, x in zip(b.indices, b.images, strict=True)}
 
@@ -325,13 +326,13 @@ def test_a_picture_depends_on_seed_epoch_and_index_alone() -> None:
     assert set(shares[0]) | set(shares[1]) == set(whole)
     for other in (
         by_index([list(range(40))], epoch=4),
-        by_index([list(range(40))], 3, TrainConfig(**vars(ALL) | {"seed": 8})),
+        by_index([list(range(40))], seed=8),
     ):
         assert sum(not torch.equal(other[i], whole[i]) for i in whole) > 36
 
 
 def test_labels_and_indices_come_along() -> None:
-    found = list(dataset.batches(training_images(labelled(), PLAIN, ALL, CPU), [[4, 0, 11], [7]]))
+    found = list(dataset.batches(training_images(labelled(), PLAIN, ALL, 7, CPU), [[4, 0, 11], [7]]))
     assert [b.indices.tolist() for b in found] == [[4, 0, 11], [7]]
     assert [b.labels.tolist() for b in found] == [[1, 0, 2], [1]]
     assert [b.unreadable for b in found] == [[], []]
@@ -357,8 +358,8 @@ class NoWait(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("given", [ALL, TrainConfig("", augment="pad", augment_on="device"), None])
-def test_nothing_waits_for_the_device(given: TrainConfig | None) -> None:
+@pytest.mark.parametrize("given", [ALL, config(kind="pad", on="device"), None])
+def test_nothing_waits_for_the_device(given: AugmentConfig | None) -> None:
     source = OnDevice(labelled(40), Preprocessing((48, 48)), CPU, given)
     with NoWait():
         assert len(list(dataset.batches(source, [list(range(40)), list(range(7))]))) == 2
@@ -377,7 +378,7 @@ def test_mixup_and_cutmix_do_not_wait_either(flags: tuple[float, float]) -> None
 @pytest.mark.parametrize("grey", [False, True])
 def test_one_small_picture(grey: bool) -> None:
     some = labelled(1, (3, 2), grey=grey)
-    source = training_images(some, PLAIN, ALL, CPU)
+    source = training_images(some, PLAIN, ALL, 7, CPU)
     for epoch in range(20):
         source.epoch = epoch
         images = batch(source, [0])
@@ -394,11 +395,11 @@ def test_memory_that_is_read_only_is_copied() -> None:
 # -- the command ----------------------------------------------------------------------------------------------------
 def test_where_images_are_augmented(tmp_path: Path) -> None:
     some = labelled()
-    assert isinstance(training_images(some, PLAIN, config(), CPU), Images), "auto on a CPU"
+    assert isinstance(training_images(some, PLAIN, config(), 0, CPU), Images), "auto on a CPU"
     assert isinstance(evaluation_images(some, PLAIN, CPU), Images)
     lanczos = Preprocessing((32, 32), interpolation="lanczos")
     with pytest.raises(UserError, match="resized by lanczos"):
-        training_images(some, lanczos, config(augment_on="device"), CPU)
+        training_images(some, lanczos, config(on="device"), 0, CPU)
 
 
 def test_device_for_a_folder_is_refused(tmp_path: Path, capsys: Any) -> None:
@@ -440,18 +441,18 @@ def test_an_interrupted_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("how", ["pad", "crop"])
 def test_the_cpus_way_knows_the_same_flags(tmp_path: Path, how: str) -> None:
-    given = config(augment=how, color_jitter=0.4, crop_scale=0.1, seed=1)
+    given = config(kind=how, color_jitter=0.4, crop_scale=0.1)
     some, preprocessing = labelled(), Preprocessing((48, 48))
-    first, again = (batch(Images(some, preprocessing.training(given), 1)) for _ in range(2))
+    first, again = (batch(Images(some, training_transform(preprocessing, given), 1)) for _ in range(2))
     assert torch.equal(first, again)
-    plain = batch(Images(some, preprocessing.training(config(augment=how, seed=1)), 1))
+    plain = batch(Images(some, training_transform(preprocessing, config(kind=how)), 1))
     assert not torch.equal(first, plain)
     assert first.shape == (12, 3, 48, 48)
 
 
 def test_the_cpus_shift_is_a_window_of_the_padded_image() -> None:
     some = labelled(40)
-    found = batch(Images(some, PLAIN.training(config(augment="pad", seed=2)), 2), range(40))
+    found = batch(Images(some, training_transform(PLAIN, config(kind="pad")), 2), range(40))
     places = set()
     for i in range(40):
         padded = np.pad(some.items[i], ((4, 4), (4, 4), (0, 0)))

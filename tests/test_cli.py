@@ -20,7 +20,6 @@ from adaptivit.checkpoint.export_config import ExportConfig
 from adaptivit.cli.config import EvaluateConfig, PredictConfig
 from adaptivit.cli.main import _COMMANDS
 from adaptivit.cli.recipes import RecipesConfig
-from adaptivit.cli.serve_config import DemoConfig, Limits, ServeConfig
 from adaptivit.cli.visualize_config import VisualizeConfig
 from adaptivit.errors import UserError
 from adaptivit.evaluation.model_config import ModelConfig
@@ -32,6 +31,7 @@ from adaptivit.experiments.reproduce.plan import ReproduceConfig
 from adaptivit.experiments.sweep.config import SweepConfig
 from adaptivit.policies import BUILT_IN
 from adaptivit.policies.spec import describe
+from adaptivit.serve.config import DemoConfig, Limits, ServeConfig
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import RECIPES
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from adaptivit.backbones.preprocessing import Preprocessing
 from adaptivit.cli.main import main
 from adaptivit.data import dataset
+from adaptivit.data.augment import training_transform
+from adaptivit.data.augment_config import AugmentConfig
 from adaptivit.data.dataset import Images
-from adaptivit.data.preprocess import Preprocessing
 from adaptivit.errors import DataError
-from adaptivit.training.config import TrainConfig
 
 CLASSES = ("a", "b", "c")
 SMALL = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--epochs", 1, "--log-steps", 1)
@@ -283,8 +284,8 @@ def test_no_split_of_that_name(tmp_path: Path) -> None:
 
 # -- randomness -----------------------------------------------------------------------------------------------------
 def augmented(where: Path, seed: int, epoch: int, workers: int = 0, order: Any = None) -> dict[int, torch.Tensor]:
-    config = TrainConfig(data="", augment="rand", random_erasing=0.5)
-    images = Images(dataset.for_evaluation(where, "auto"), Preprocessing((32, 32)).training(config), seed)
+    config = AugmentConfig(kind="rand", erasing=0.5)
+    images = Images(dataset.for_evaluation(where, "auto"), training_transform(Preprocessing((32, 32)), config), seed)
     images.epoch = epoch
     found = dataset.batches(images, order or dataset.in_order(24, 8), workers)
     return {int(i): x for b in found for i, x in zip(b.indices, b.images, strict=True)}
@@ -306,8 +307,10 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(tmp_path: Path) -> None:
 
 
 def test_drawing_a_sample_leaves_the_generator_alone(tmp_path: Path) -> None:
-    config = TrainConfig(data="", augment="rand", random_erasing=0.5)
-    images = Images(dataset.for_evaluation(folder(tmp_path), "auto"), Preprocessing((32, 32)).training(config), 0)
+    config = AugmentConfig(kind="rand", erasing=0.5)
+    images = Images(
+        dataset.for_evaluation(folder(tmp_path), "auto"), training_transform(Preprocessing((32, 32)), config), 0
+    )
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -23,8 +23,8 @@ from conftest import pictures, tiny
 from serving import Running, error, files, photo, running, until
 
 from adaptivit.cli.main import main
-from adaptivit.cli.serve_config import Limits, ServeConfig
 from adaptivit.serve import Job, Service, command
+from adaptivit.serve.config import Limits, ServeConfig
 
 pytestmark = pytest.mark.xdist_group("serve_limits")  # one service
 
@@ -183,7 +183,7 @@ def test_paths_lead_nowhere(live: Running, client: httpx.Client) -> None:
         error(client.get(path), 404)
     error(client.get("/demo/examples/x"), 422)
     error(client.put("/v1/classify"), 405)
-    for path in ("/../../../etc/passwd", "/..%2f..%2fetc/passwd", "/style.css/../../serve_config.py", "//etc/passwd"):
+    for path in ("/../../../etc/passwd", "/..%2f..%2fetc/passwd", "/style.css/../../config.py", "//etc/passwd"):
         with socket.create_connection(("127.0.0.1", live.port), timeout=60) as line:
             line.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
             found = b"".join(iter(lambda line=line: line.recv(65536), b""))

@@ -17,9 +17,9 @@ from PIL import Image
 from test_data import CLASSES, SMALL, folder, pixels, refused, split_folder, train
 from test_resume import assert_same_weights, log, weights
 
+from adaptivit.backbones.preprocessing import Preprocessing
 from adaptivit.data import dataset, webdataset
 from adaptivit.data.dataset import Images
-from adaptivit.data.preprocess import Preprocessing
 from adaptivit.errors import DataError, UserError
 from adaptivit.training.run import Trainer
 

@@ -22,8 +22,8 @@ from .. import __version__
 from ..backbones.build import describe_backbone
 from ..errors import UserError, WeightsError, first_line
 from ..model import AdaptiveViT
-from ..training.fsdp import like, whole
 from ..utils.atomic_io import new_directory, write_bytes, write_text
+from ..utils.sharded import like, whole
 from . import model_card
 
 FORMAT = 2  # 1 had no digest of the weights

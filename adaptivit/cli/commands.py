@@ -30,13 +30,13 @@ from ..experiments.compare.config import CompareConfig
 from ..factory import create, load
 from ..model import AdaptiveViT
 from ..policies import spec
+from ..serve.config import DemoConfig, ServeConfig
 from ..training.config import TrainConfig
 from ..utils.atomic_io import write_text
 from ..utils.csv import append_csv
 from ..utils.hardware import device_of
 from ..utils.text import signed_percent
 from .config import EvaluateConfig, PredictConfig
-from .serve_config import DemoConfig, ServeConfig
 from .visualize_config import VisualizeConfig
 
 

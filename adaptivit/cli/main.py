@@ -21,10 +21,10 @@ from ..experiments.reproduce.plan import ReproduceConfig
 from ..experiments.sweep.config import SweepConfig, from_recipe
 from ..policies import get, names
 from ..policies.spec import describe
+from ..serve.config import DemoConfig, ServeConfig
 from ..training.config import TrainConfig
 from .config import EvaluateConfig, PredictConfig
 from .recipes import RecipesConfig
-from .serve_config import DemoConfig, ServeConfig
 from .visualize_config import VisualizeConfig
 
 _COMMANDS: dict[str, tuple[type, str]] = {

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..training.config import TrainConfig
+from .augment import PAD
+from .augment_config import AugmentConfig
 from .dataset import mix
 from .pixel_ops import (
     AFFINE,
@@ -28,7 +29,6 @@ from .pixel_ops import (
     SHARPNESS,
     SOLARIZE,
 )
-from .preprocess import PAD
 
 Array = np.ndarray[Any, Any]
 TRIES = 10  # for a box that fits; torchvision's number
@@ -85,15 +85,17 @@ class Draws:
     erase: Array  # [n, 4] top, left, height, width in target pixels; height 0 for nothing
 
 
-def draw(config: TrainConfig, epoch: int, indices: Array, source: tuple[int, int], target: tuple[int, int]) -> Draws:
+def draw(
+    config: AugmentConfig, seed: int, epoch: int, indices: Array, source: tuple[int, int], target: tuple[int, int]
+) -> Draws:
     """The draws of these images in an epoch, in this order."""
-    u = uniform(config.seed, epoch, indices)
+    u = uniform(seed, epoch, indices)
     codes, amounts = [], []
     if config.color_jitter:
         jitter = _jitter(u, config.color_jitter)
         codes.append(jitter[0])
         amounts.append(jitter[1])
-    if config.augment == "rand" and config.rand_magnitude:
+    if config.kind == "rand" and config.rand_magnitude:
         table = _rand_table(config.rand_magnitude, target)
         kind = (u[:, _RAND] * len(RAND)).astype(np.int64)
         sign = (u[:, _SIGN] <= 0.5).astype(np.int64)  # 1: negative
@@ -102,19 +104,19 @@ def draw(config: TrainConfig, epoch: int, indices: Array, source: tuple[int, int
     count = len(indices)
     return Draws(
         _boxes(config, u, source),
-        (u[:, _MIRROR] < 0.5) & (config.augment != "none"),
+        (u[:, _MIRROR] < 0.5) & (config.kind != "none"),
         np.concatenate(codes, 1) if codes else np.zeros((count, 0), np.int64),
         np.concatenate(amounts, 1) if amounts else np.zeros((count, 0, 6), np.float32),
-        _erased(config.random_erasing, u, target),
+        _erased(config.erasing, u, target),
     )
 
 
-def _boxes(config: TrainConfig, u: Array, source: tuple[int, int]) -> Array:
+def _boxes(config: AugmentConfig, u: Array, source: tuple[int, int]) -> Array:
     h, w = source
-    if config.augment in ("crop", "rand"):
+    if config.kind in ("crop", "rand"):
         size, fits = _tried(u[:, _CROP], source, (config.crop_scale, 1.0), RATIO, wide_first=True)
         return np.where(fits[:, None], _placed(u[:, _PLACE], size, source), np.array(_central(source)))
-    if config.augment == "pad":  # the image is padded by h // 8, w // 8 before it is looked at
+    if config.kind == "pad":  # the image is padded by h // 8, w // 8 before it is looked at
         padded = (h + 2 * (h // PAD), w + 2 * (w // PAD))
         return _placed(u[:, _PLACE], np.broadcast_to(np.array(source), (len(u), 2)), padded)
     return np.broadcast_to(np.array([0, 0, h, w]), (len(u), 4))

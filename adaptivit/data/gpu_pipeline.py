@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backbones.preprocessing import Preprocessing
 from ..errors import UserError
-from ..training.config import TrainConfig
+from .augment import PAD, training_transform
+from .augment_config import AugmentConfig
 from .dataset import Images, Labelled, Loaded
 from .gpu_augment import Array, Draws, draw
 from .pixel_ops import AFFINE, IDENTITY, OPERATIONS, affine
-from .preprocess import PAD, Preprocessing
 from .resample import FILTERS, resize, weights
 
 _AHEAD = 16  # batches whose draws are made at once
@@ -36,15 +37,15 @@ def evaluation_images(labelled: Labelled, preprocessing: Preprocessing, device: 
 
 
 def training_images(
-    labelled: Labelled, preprocessing: Preprocessing, config: TrainConfig, device: torch.device
+    labelled: Labelled, preprocessing: Preprocessing, config: AugmentConfig, seed: int, device: torch.device
 ) -> Source:
     """The images as a configuration augments them, on the CPU or on the device."""
     hindrance = _hindrance(labelled, preprocessing, device)
-    if config.augment_on == "device" and hindrance is not None:
+    if config.on == "device" and hindrance is not None:
         raise UserError(f"augment_on: device was asked for, but {hindrance}. Leave it at auto or cpu.")
-    if hindrance is None and (config.augment_on == "device" or (config.augment_on == "auto" and device.type == "cuda")):
-        return OnDevice(labelled, preprocessing, device, config)
-    return Images(labelled, preprocessing.training(config), config.seed)
+    if hindrance is None and (config.on == "device" or (config.on == "auto" and device.type == "cuda")):
+        return OnDevice(labelled, preprocessing, device, config, seed)
+    return Images(labelled, training_transform(preprocessing, config), seed)
 
 
 def _hindrance(labelled: Labelled, preprocessing: Preprocessing, device: torch.device) -> str | None:
@@ -78,10 +79,11 @@ class OnDevice:
         labelled: Labelled,
         preprocessing: Preprocessing,
         device: torch.device,
-        config: TrainConfig | None = None,
+        config: AugmentConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.labelled, self.preprocessing, self.device, self.config = labelled, preprocessing, device, config
-        self.epoch = 0
+        self.seed, self.epoch = seed, 0
         items = np.require(labelled.items, requirements=["C", "W"])  # torch takes over no memory that is read-only
         self.pixels = torch.from_numpy(items).to(device)
         self.labels = torch.tensor(np.asarray(labelled.labels), dtype=torch.long).to(device)
@@ -105,7 +107,7 @@ class OnDevice:
         rows, ends = _sent(indices, self.device), np.cumsum([len(batch) for batch in order])
         plan = None
         if self.config is not None:
-            draws = draw(self.config, self.epoch, indices, self.source, self.preprocessing.size)
+            draws = draw(self.config, self.seed, self.epoch, indices, self.source, self.preprocessing.size)
             plan = _Plan(draws, ends, self.device)
         for number, end in enumerate(ends):
             begin = int(end) - len(order[number])
@@ -141,7 +143,7 @@ class OnDevice:
     def _training(self, rows: Tensor, moved: _Moved) -> Tensor:
         assert self.config is not None
         images, size = self._pictures(rows), self.preprocessing.size
-        if self.config.augment == "pad":
+        if self.config.kind == "pad":
             down, across = self.source[0] // PAD, self.source[1] // PAD
             images = F.pad(images, (across, across, down, down))
         top, left, height, width = moved.box.unbind(1)
@@ -159,7 +161,7 @@ class OnDevice:
                 part = affine(part, amounts, self.fill) if code == AFFINE else OPERATIONS[code](part, amounts)
                 images.index_copy_(0, members, part)
         images = self._normalised(images)
-        if self.config.random_erasing:
+        if self.config.erasing:
             images.masked_fill_(_inside(moved.erase, rows_wanted, columns), 0.0)
         return images
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..backbones.build import DIGITS_VIT
+from ..backbones.preprocessing import Preprocessing
 from ..data.dataset import Loaded
 from ..data.digits import MEAN, PATCH, SIZE, STD, Digits, visible
-from ..data.preprocess import Preprocessing
 from ..evaluation.evaluate import Result, evaluate, paired_difference
 from ..factory import create
 from ..model import AdaptiveViT

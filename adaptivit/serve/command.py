@@ -19,13 +19,13 @@ import uvicorn
 from PIL import Image
 from rich.console import Console
 
-from ..cli.serve_config import TOKEN, DemoConfig, Limits, ServeConfig
 from ..errors import UserError
 from ..evaluation.model_config import ModelConfig, build, names_of
 from ..factory import load
 from ..model import AdaptiveViT
 from ..utils.hardware import device_of
 from .app import make_app
+from .config import TOKEN, DemoConfig, Limits, ServeConfig
 from .connection import limited
 from .guard import LOOPBACK
 from .service import Service

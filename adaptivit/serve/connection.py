@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..cli.serve_config import Limits
+from .config import Limits
 
 
 class Connection(H11Protocol):

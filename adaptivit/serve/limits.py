@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from ..cli.serve_config import Limits
 from ..data.dataset import rgb
+from .config import Limits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _DRAIN = 4  # limits' worth of a body that is too large are read and thrown away, so that its sender hears the answer

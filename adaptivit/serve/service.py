@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from ..budget.curve import Budget
-from ..cli.serve_config import Limits
 from ..errors import UserError
 from ..model import AdaptiveViT
 from . import limits as checks
 from .batcher import Answer, Batcher, Job, QueueFull
+from .config import Limits
 from .limits import Refused, busy
 from .metrics import Metrics
 

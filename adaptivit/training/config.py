@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..data.augment_config import AugmentConfig
 from ..errors import UserError
 from ..utils.coerce import at_least, between, check_size, positive
 
@@ -179,16 +180,27 @@ class TrainConfig:
             "expected",
             "geometric",
         )
-        weights += ("distill", "features", "mixup", "cutmix", "backbone_lr", "freeze_epochs")
+        weights += ("distill", "features", "backbone_lr", "freeze_epochs")
         steps = ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "checkpoint_steps")
         for name in (*weights, *steps, "workers", "seed"):
             at_least(name, getattr(self, name), 0)
-        for name in ("val_split", "drop_path", "label_smoothing", "random_erasing", "ema"):
+        for name in ("val_split", "drop_path", "random_erasing", "ema"):
             between(name, getattr(self, name), 0.0, 1.0)
         if not 0 < self.budget_share <= 1:
             raise UserError(f"budget_share: expected a share of static's MACs in (0, 1], got {self.budget_share}.")
-        at_least("color_jitter", self.color_jitter, 0)
-        if not 0 < self.crop_scale <= 1:
-            raise UserError(f"crop_scale: expected a share of the area in (0, 1], got {self.crop_scale}.")
-        if not 0 <= self.rand_magnitude <= 30:
-            raise UserError(f"rand_magnitude: expected 0..30, got {self.rand_magnitude}.")
+        _ = self.augmentation
+
+    @property
+    def augmentation(self) -> AugmentConfig:
+        """How training images are augmented."""
+        return AugmentConfig(
+            kind=self.augment,
+            on=self.augment_on,
+            crop_scale=self.crop_scale,
+            color_jitter=self.color_jitter,
+            rand_magnitude=self.rand_magnitude,
+            erasing=self.random_erasing,
+            mixup=self.mixup,
+            cutmix=self.cutmix,
+            label_smoothing=self.label_smoothing,
+        )

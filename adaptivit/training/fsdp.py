@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..model import AdaptiveViT
+from ..utils.sharded import like, whole
 
 
 def shard(model: AdaptiveViT, device: str, processes: int) -> None:
@@ -32,22 +33,6 @@ def shard(model: AdaptiveViT, device: str, processes: int) -> None:
     for p in scalars:
         p.data = p.data.to(device)
     fully_shard(model, mesh=mesh, ignored_params=scalars)
-
-
-def whole(value: Tensor) -> Tensor:
-    """A tensor with all its parts; every process has to ask. One that is not sharded is itself."""
-    gather: Any = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
-
-
-def like(own: Tensor, value: Tensor) -> Tensor:
-    """`value`, whole and the same in every process, on the device of `own` and sharded as that is."""
-    if not hasattr(own, "full_tensor"):
-        return value.to(own.device)
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(own, DTensor)
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 @torch.no_grad()

@@ -121,7 +121,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     model.class_names = list(train_set.classes)
     model.calibration, model.budget, model.max_macs = None, None, None  # of the weights that it starts from
     trainer = _trainer(config, model, accelerator, classes)
-    images = training_images(train_set, model.preprocessing, config, accelerator.device)
+    images = training_images(train_set, model.preprocessing, config.augmentation, config.seed, accelerator.device)
     val = evaluation_images(val_set, model.preprocessing, accelerator.device)
     if not trainer.objective.terms:
         raise UserError("No loss has a weight > 0: give --task, --exits, --expected or another.")

@@ -28,6 +28,7 @@ from ..errors import NotFiniteError, UserError, WeightsError
 from ..evaluation.evaluate import Result
 from ..utils import environment
 from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
+from ..utils.sharded import like, whole
 from . import fsdp, log_plots
 from .config import TrainConfig
 from .losses import Losses
@@ -121,7 +122,7 @@ class RunDirectory:
             optimizer = trainer.optimizer.state_dict()
         else:
             optimizer = fsdp.optimizer_state(trainer.optimizer)
-            average = None if average is None else {k: fsdp.whole(v).cpu() for k, v in average.items()}
+            average = None if average is None else {k: whole(v).cpu() for k, v in average.items()}
         if not self.main:
             return
         state = BytesIO()
@@ -152,7 +153,7 @@ class RunDirectory:
             if trainer.average is not None:
                 own = trainer.average.values
                 checkpoint.check_fit(own, average, str(place / "training.pt"))
-                trainer.average.values = {k: fsdp.like(own[k], v) for k, v in average.items()}
+                trainer.average.values = {k: like(own[k], v) for k, v in average.items()}
         except Exception as error:
             raise WeightsError(f"Damaged checkpoint: {place / 'training.pt'} ({type(error).__name__}).") from None
         self.say(f"resumed after step {step}")

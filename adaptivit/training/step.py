@@ -25,6 +25,7 @@ from ..errors import NotFiniteError
 from ..model import AdaptiveViT
 from ..output import Output
 from ..utils.batch_rng import Share, drawing
+from ..utils.sharded import whole
 from . import fsdp
 from .config import TrainConfig
 from .losses import Batch, Losses, Objective, Sums
@@ -264,7 +265,7 @@ class Trainer:
         average = self.average if averaged else None
         if self.copy is not None:
             state = self.model.state_dict() if average is None else average.values
-            self.copy.load_state_dict({name: fsdp.whole(value).cpu() for name, value in state.items()})
+            self.copy.load_state_dict({name: whole(value).cpu() for name, value in state.items()})
             try:
                 yield self.copy.to(self.accelerator.device)
             finally:

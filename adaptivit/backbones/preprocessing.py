@@ -1,0 +1,71 @@
+"""How a backbone wants its images: size, crop, interpolation, mean and standard deviation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode, v2
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What a model expects of its images; stored in its checkpoint."""
+
+    size: tuple[int, int]
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.9
+    interpolation: str = "bicubic"
+
+    @classmethod
+    def of(cls, vit: nn.Module, size: tuple[int, int]) -> Preprocessing:
+        """timm's own, for the model's image size."""
+        known = getattr(vit, "pretrained_cfg", None) or {}
+        named = {k: known[k] for k in ("mean", "std", "crop_pct", "interpolation") if known.get(k)}
+        return cls.from_config({"size": size, **named})
+
+    @classmethod
+    def from_config(cls, values: dict[str, Any]) -> Preprocessing:
+        clean: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**clean)
+
+    def to_config(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @property
+    def shorter(self) -> int:
+        """The shorter side before the centre crop."""
+        return math.floor(min(self.size) / self.crop_pct)
+
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """The colour from outside a picture that is turned or moved."""
+        return tuple(round(255 * m) for m in self.mean)
+
+    @property
+    def mode(self) -> InterpolationMode:
+        return InterpolationMode(self.interpolation)
+
+    def evaluation(self) -> Callable[[Image.Image], Tensor]:
+        """Resize the shorter side to size / crop_pct and take the centre; an image of just the right size is
+        already cropped and left alone."""
+        fit = v2.Compose([v2.Resize(self.shorter, interpolation=self.mode), v2.CenterCrop(self.size)])
+        finish = self.to_tensor()
+
+        def transform(image: Image.Image) -> Tensor:
+            return finish(image if image.size == self.size[::-1] else fit(image))
+
+        return transform
+
+    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
+        """Normalised floats [3, H, W], without a resize."""
+        finish: Any = v2.Compose(
+            [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)]
+        )
+        return finish
