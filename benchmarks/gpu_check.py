@@ -1,6 +1,6 @@
 """The kernels on a real GPU against float64 references, without pytest: python3 benchmarks/gpu_check.py
 
-The tests in tests/test_kernels.py and tests/test_fused.py do this and more; this script needs nothing but the checkout,
+The tests in tests/kernels and tests/execution do this and more; this script needs nothing but the checkout,
 for machines where nothing can be installed. Exit code 1 where something is wrong. --compiled: see --help.
 """
 

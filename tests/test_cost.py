@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKBONES, KINDS, TINY, pictures, random_trace, randomise, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers.attention import Attention
@@ -19,6 +18,8 @@ from adaptivit import policies
 from adaptivit.cost import CostModel
 from adaptivit.decision import Decision, Drop
 from adaptivit.output import Output
+from tests.support.models import BACKBONES, TINY, pictures, randomise, tiny
+from tests.support.traces import KINDS, random_trace
 
 
 def counted(model: Any, images: torch.Tensor, aux: tuple[str, ...] = ()) -> tuple[int, Output]:

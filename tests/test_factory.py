@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKBONES, TINY, pictures, randomise, tiny
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
@@ -22,6 +21,8 @@ import adaptivit
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.policies import registry
 from adaptivit.utils import atomic_io
+from tests.support.checkpoints import Bomb, same_tensors
+from tests.support.models import BACKBONES, TINY, pictures, randomise, tiny
 
 
 @pytest.fixture
@@ -30,10 +31,6 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.safetensors"
     save_file({k: v.clone() for k, v in tiny(seed=7).vit.state_dict().items()}, path)
     return path
-
-
-def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], but: tuple[str, ...] = ()) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items() if k not in but)
 
 
 # -- weights ------------------------------------------------------------------------------------------------------
@@ -76,14 +73,6 @@ def test_wrong_weights_are_listed(weights: Path, tmp_path: Path) -> None:
         adaptivit.create(TINY | {"depth": 5}, "static", weights=weights)
     with pytest.raises(WeightsError, match="not found"):
         adaptivit.create(TINY, "static", weights=tmp_path / "nowhere.pth")
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("writer", ["torch", "pickle"])

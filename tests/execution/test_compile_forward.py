@@ -1,0 +1,62 @@
+"""Every policy's forward pass is one graph for torch.compile, on the oldest torch that we promise too (.ci/oldest)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from adaptivit import policies
+from adaptivit.kernels import launch
+from tests.support.interpreter import elsewhere, here
+from tests.support.models import assert_close, pictures, tiny
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "static": [{}],
+    "aht": [
+        {"beta": -2.0},
+        {"feature": "class_row", "decide": "between", "spare": 2, "plan_weight": 0.5, "beta": -1.0},
+        {"feature": "worth", "leave": "fold", "decide": "between", "gate": "layer", "supervised": (1, 2), "beta": -1.0},
+    ],
+    "avit": [{"gate_scale": 1.0, "gate_center": 2.0}],
+    "mod": [{}],
+    "amod": [{}],
+    "dynamicvit": [{}],
+    "evit": [{}],
+    "tome": [{"r": 2}],
+    "fold": [{"keep": 0.8}],
+    "act": [{}],
+    "confidence": [{"threshold": 0.2}],
+    "similarity": [{}],
+    "pondernet": [{"gate_scale": 1.0, "gate_center": 2.0}],
+}
+CASES = [(policy, given) for policy, several in SETTINGS.items() for given in several]
+
+
+def test_no_policy_is_left_out() -> None:
+    assert {*SETTINGS, "replay"} == set(policies.names())
+
+
+def run_compiled(policy: str, given: dict[str, Any], layout: str) -> None:
+    model, images = tiny(policy, **given), pictures(2)
+    choice = model._choose(layout, images.device)
+    torch._dynamo.reset()
+    quick = torch.compile(lambda x: model._run(choice, x).logits, fullgraph=True, dynamic=False, backend="eager")
+    assert_close(quick(images), model._run(choice, images).logits)
+
+
+@elsewhere
+@pytest.mark.parametrize(("policy", "given"), CASES)
+@torch.inference_mode()
+def test_a_masked_pass_is_one_graph(policy: str, given: dict[str, Any]) -> None:
+    run_compiled(policy, given, "masked")
+
+
+@here
+@pytest.mark.parametrize(("policy", "given"), CASES)
+@torch.inference_mode()
+def test_a_pass_of_kernels_is_one_graph(policy: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the layout of the GPU, which waits for no count."""
+    monkeypatch.setattr(launch, "on_cpu", True)
+    run_compiled(policy, {"more": {"embed_dim": 48, "depth": 4}} | given, "auto")

@@ -1,0 +1,238 @@
+"""Comparing methods: what a method means, one recipe for all, rows that survive an interruption, table and plot."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import adaptivit
+from adaptivit.data import dataset
+from adaptivit.errors import UserError
+from adaptivit.evaluation.evaluate import Result, evaluate, paired_difference
+from adaptivit.experiments.compare import run as compare
+from adaptivit.experiments.compare import table
+from adaptivit.experiments.compare.config import CompareConfig
+from adaptivit.experiments.compare.plan import plan, report_images
+from adaptivit.experiments.compare.results import COLUMNS, TRAINED_ON, Results
+from adaptivit.factory import create, load
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.methods import slug
+from tests.support.commands import refused, run
+
+SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
+TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment", "none")
+
+
+# -- what is run ----------------------------------------------------------------------------------------------------
+
+
+def rows_of(out: Path) -> dict[tuple[str, int], dict[str, str]]:
+    with (out / "results.csv").open(newline="") as file:
+        return {(row["method"], int(row["seed"])): row for row in csv.DictReader(file)}
+
+
+def files_of(out: Path) -> set[str]:
+    return {path.name for path in out.iterdir()}
+
+
+def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
+    tmp_path: Path, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = ("compare", "--data", small, "--out", out, *TINY, "--epochs", 1, "--timing-batch", 4)
+    methods = ("--methods", "avit", "aht:balanced", "aht:stages=99")
+    assert run(*words, *methods, "--timing-repeats", 2) == 0
+    said = capsys.readouterr().out
+    assert "aht:balanced" in said
+    assert "wrote" in said
+    rows = rows_of(out)
+    assert list(rows) == [("static", 0), ("avit", 0), ("aht:balanced", 0), ("aht:stages=99", 0)]
+    assert all(tuple(row) == COLUMNS for row in rows.values())
+    failed = rows["aht:stages=99", 0]
+    assert (failed["status"], failed["top1"]) == ("failed", "")
+    assert "stages" in failed["reason"]
+    static = load(out / "runs" / slug("static", 0) / "model")
+    for (method, seed), row in rows.items():
+        if method == "aht:stages=99":
+            continue
+        assert row["status"] == "ok"
+        model = load(out / "runs" / slug(method, seed) / "model")
+        assert row["policy"] == model.policy_name
+        results = [_tested(m, small) for m in (model, static)]
+        assert float(row["top1"]) == pytest.approx(results[0].top1, abs=1e-4)
+        assert float(row["gmacs"]) == pytest.approx(results[0].gmacs, rel=1e-5)
+        assert row["live"] == " ".join(f"{n:.2f}" for n in results[0].live)
+        if method != "static":
+            difference, half, _ = paired_difference(*results)
+            assert float(row["difference"]) == pytest.approx(difference, abs=1e-4)
+            assert float(row["difference_ci95"]) == pytest.approx(half, abs=1e-4)
+        assert float(row["images_per_second_masked"]) > 0
+        assert row["compact_layout"] not in ("", "masked")
+        assert float(row["speed_masked"]) > 0
+        assert (float(row["speed_compact"]) == 1) or method != "static"
+    assert len({row["timed"] for row in rows.values() if row["status"] == "ok"}) == 1
+    assert {"results.csv", "results.md", "pareto.png", "compare.json", "correct", "runs"} <= files_of(out)
+    with Image.open(out / "pareto.png") as picture:
+        assert picture.width > picture.height > 300
+    text = (out / "results.md").read_text()
+    assert "24 images" in text
+    assert "± " in text
+    assert "--methods avit aht:balanced" in text
+    assert adaptivit.__version__ in text
+    for name in ("lr", "augment", "batch_size", "epochs", "seed"):
+        assert len({getattr(entry.training, name) for entry in plan(_config(small, out))}) == 1
+
+    # again: finished rows stay, the failed one is tried again, another method is added
+    def fit(config: TrainConfig, show: bool = True, stop: Any = None) -> Result:
+        raise RuntimeError("out of memory\nand more") if "stages" not in config.policy else UserError("no such stage")
+
+    monkeypatch.setattr(compare, "fit", fit)
+    before = {key: row for key, row in rows.items() if row["status"] == "ok"}
+    assert run(*words, *methods, "aht", "--timing-repeats", 0) == 0
+    assert capsys.readouterr().err.count("not run again") == 3
+    rows = rows_of(out)
+    assert {key: row for key, row in rows.items() if row["status"] == "ok"} == before
+    assert rows["aht:stages=99", 0]["reason"] == "no such stage"
+    assert rows["aht", 0]["reason"] == "RuntimeError: out of memory"
+    assert "more" in (out / "errors" / f"{slug('aht', 0)}.txt").read_text()
+    # another recipe does not mix with these rows
+    line = refused(capsys, *words, *methods, "--lr", 0.5, "--timing-repeats", 0)
+    assert "lr (was 0.0001, now 0.5)" in line
+    assert rows_of(out) == rows
+    # a row without its images is run again
+    (out / "correct" / f"{slug('static', 0)}.npz").write_bytes(b"damaged")
+    run(*words, "--methods", "static", "--timing-repeats", 0)
+    assert rows_of(out)["static", 0]["status"] == "failed"
+
+
+def _config(small: Path, out: Path, **given: Any) -> CompareConfig:
+    values = {"data": str(small), "out": str(out), "methods": ("avit",), "backbone": "test_vit", "img_size": 32}
+    return CompareConfig(**values | {"batch_size": 8, "epochs": 1, "timing_repeats": 0, "device": "cpu"} | given)
+
+
+def _tested(model: adaptivit.AdaptiveViT, small: Path) -> Result:
+    labelled = dataset.for_evaluation(small, "test").for_model(model.vit.num_classes, model.class_names)
+    images = dataset.Images(labelled, model.preprocessing.evaluation())
+    return evaluate(model, dataset.batches(images, dataset.in_order(len(images), 8)))
+
+
+def test_without_training_and_with_several_seeds(tmp_path: Path, small: Path) -> None:
+    config = _config(small, tmp_path / "out", epochs=0, seeds=(0, 3), limit=12, methods=("aht", "static", "avit"))
+    compare.run(replace(config, timing_repeats=1, timing_batch=2))
+    rows = rows_of(tmp_path / "out")
+    assert {(m, s) for m in ("static", "aht", "avit") for s in (0, 3)} == set(rows)
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert {row["images"] for row in rows.values()} == {"12"}
+    assert {row["epochs"] for row in rows.values()} == {"0"}
+    assert {row["seconds_training"] for row in rows.values()} == {""}
+    assert not (tmp_path / "out" / "runs").exists()
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "Mean over the seeds" in text
+    points = table.points(list(rows.values()))
+    assert [len(p.seeds) for p in points] == [2, 2, 2]
+    again = compare.run(config)
+    assert {(row["method"], int(row["seed"])): row for row in again} == rows
+
+
+def test_going_on_from_the_static_model(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(small, tmp_path / "out", start="static", distill=1.0, methods=("avit",))
+    seen: list[TrainConfig] = []
+
+    def fit(training: TrainConfig, show: bool = True, stop: Any = None) -> None:
+        seen.append(training)
+        torch.manual_seed(len(seen))
+        policy = training.policy.partition(":")[0]
+        model = create("test_vit", policy, weights=training.weights, num_classes=3, img_size=32)
+        model.class_names = ["0", "1", "2"]
+        model.save_pretrained(Path(training.out) / "model")
+
+    monkeypatch.setattr(compare, "fit", fit)
+    rows = {row["method"]: row for row in compare.run(config)}
+    assert list(rows) == ["static", TRAINED_ON, "avit"]
+    assert [c.distill for c in seen] == [0.0, 1.0, 1.0]
+    model = str(Path(seen[0].out) / "model")
+    assert [(c.weights, c.teacher) for c in seen] == [(None, None), (model, model), (model, model)]
+    assert [row["epochs"] for row in rows.values()] == ["1", "2", "2"]
+    assert [row["compared_to"] for row in rows.values()] == [TRAINED_ON, "", TRAINED_ON]
+    with pytest.raises(UserError, match="epochs"):
+        replace(config, epochs=0)
+
+
+def test_an_interrupted_comparison_goes_on(
+    tmp_path: Path, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("compare", "--data", small, "--out", tmp_path / "out", *TINY, "--epochs", 0, "--timing-repeats", 0)
+    real = compare.evaluate
+    calls: list[str] = []
+
+    def second_never_ends(model: adaptivit.AdaptiveViT, *given: Any, **more: Any) -> Result:
+        calls.append(model.policy_name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(model, *given, **more)
+
+    monkeypatch.setattr(compare, "evaluate", second_never_ends)
+    assert run(*words, "--methods", "avit", "aht") == 130
+    assert "goes on" in capsys.readouterr().err
+    assert [row["status"] for row in rows_of(tmp_path / "out").values()] == ["ok"]
+    assert run(*words, "--methods", "avit", "aht") == 0
+    assert calls == ["static", "avit", "avit", "aht"]
+
+
+def test_when_everything_fails_the_command_says_so(tmp_path: Path, small: Path, capsys: Any) -> None:
+    words = ("compare", "--data", small, "--out", tmp_path / "out", *TINY, "--epochs", 0, "--methods", "avit")
+    assert run(*words, "--weights", tmp_path / "none.safetensors") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "Every method failed" in line
+    assert "not found" in line
+    assert {row["status"] for row in rows_of(tmp_path / "out").values()} == {"failed"}
+    assert "pareto.png" not in files_of(tmp_path / "out")
+    assert "not found" in refused(capsys, "compare", "--data", tmp_path / "nowhere", "--methods", "avit")
+
+
+def test_images_of_the_report_were_not_trained_on(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "a.npz", x=draw.integers(0, 255, (20, 8, 8, 3), dtype=np.uint8), y=np.arange(20) % 2)
+    config = CompareConfig(data=str(tmp_path / "a.npz"), methods=("avit",), val_split=0.25)
+    train, _ = dataset.for_training(config.data, 0.25, 5)
+    held = report_images(config, 5)
+    assert len(held) == 5
+    assert not {i.tobytes() for i in held.items} & {i.tobytes() for i in train.items}
+    assert len(report_images(replace(config, epochs=0), 5)) == 20
+    with pytest.raises(UserError, match="test"):
+        report_images(replace(config, split="test"), 5)
+
+
+def test_another_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="something else"):
+        Results(CompareConfig(data="digits", methods=("avit",), out=str(tmp_path)))
+    assert files_of(tmp_path) == {"config.json"}
+
+
+# -- the command line -----------------------------------------------------------------------------------------------
+def test_help_without_torch() -> None:
+    code = (
+        "import sys; from adaptivit.cli.main import main; main(['compare', '--help']); "
+        "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for word in ("--methods", "--start", "--timing-repeats", "aht-balanced", "gate_scale"):
+        assert word in said
+
+
+def test_the_command_of_a_configuration() -> None:
+    config = CompareConfig(data="my data", methods=("aht:balanced", "avit"), seeds=(0, 1), epochs=0)
+    expected = "adaptivit compare --data 'my data' --methods aht:balanced avit --epochs 0 --seeds 0 1"
+    assert config.command() == expected
+    assert config.fingerprint() == replace(config, methods=("avit",), out="x", timing_repeats=0).fingerprint()
+    assert config.fingerprint() != replace(config, lr=1.0).fingerprint()

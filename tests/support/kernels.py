@@ -1,0 +1,66 @@
+"""What the tests of kernels share: poisoned memory, noise and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaptivit.kernels import (
+    launch,
+)
+from tests.support.interpreter import DEVICE
+
+# What numpy says in the interpreter of rows that hold NaN on purpose.
+NAN_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run, on a CPU too, and memory that nobody has written holds NaN (or a number far out of range)."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **more: Any) -> Tensor:
+            t = make(*args, **more)
+            if t.dtype == torch.bool:
+                return t.fill_(True)
+            return t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).min)
+
+        return made
+
+    monkeypatch.setattr(launch, "on_cpu", True)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, live: int | None = None) -> Tensor:
+    """Normal numbers; with `live`, rows behind so many are NaN."""
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    if live is not None:
+        t[live:] = float("nan")
+    return t
+
+
+def count(n: int | None) -> Tensor | None:
+    return None if n is None else torch.tensor([n], dtype=torch.int32, device=DEVICE)
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    if found.numel():
+        error, size = float((found.double() - expected).abs().max()), float(expected.double().abs().max())
+        assert error <= tolerance * max(size, 1.0), f"off by {error:.2e} of {size:.2e}"
+
+
+def staying(kind: str, batch: int, slots: int, seed: int = 0) -> Tensor:
+    share = {"nobody": 0.0, "everybody": 1.1, "some": 0.5, "most": 0.95}[kind]
+    stay = torch.rand(batch, slots, generator=torch.Generator().manual_seed(seed)) < share
+    stay[batch // 2] &= kind == "everybody"
+    return stay.to(DEVICE)

@@ -1,0 +1,155 @@
+"""Training under torch.compile: whole or block by block, the same losses and gradients, and no second compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaptivit.data.dataset import Loaded
+from adaptivit.execution import compiled as regional
+from adaptivit.execution import compiling
+from adaptivit.training.config import TrainConfig
+from adaptivit.training.run import Trainer, _accelerator, _trainer
+from tests.support.commands import train, weights
+from tests.support.data_sets import split_folder
+from tests.support.models import pictures, tiny
+
+# torch's own, while it traces an autograd function
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, losses
+    "static": ({}, {}),
+    "aht": ({"straight_through": True, "beta": -2.0}, {"target_depth": 0.1, "budget": 10.0, "ponder": 0.01}),
+    "avit": ({"gate_scale": 1.0, "gate_center": 2.0}, {"ponder": 0.01, "prior": 0.1}),
+}
+PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # other numbers of rows in every block, skips, gates
+    "fold": ({"budget": 0.7, "blocks": 1}, {}),
+    "tome": ({"r": (2,)}, {}),
+    "amod": ({"capacity": 0.5}, {}),
+    "dynamicvit": ({"keep": 0.7}, {"ratio": 2.0}),
+}
+
+
+@pytest.fixture
+def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile that neither breaks a graph nor needs a compiler, whose arithmetic is the eager one's."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
+    torch._dynamo.reset()
+    regional._compiled.cache_clear()
+    yield
+    regional._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def trainer(method: str, how: Any, precision: Any) -> Trainer:
+    given, losses = (METHODS | PEERS)[method]
+    config = TrainConfig(data="", lr=1e-3, compile=how, precision=precision, device="cpu", **losses)
+    torch.manual_seed(0)  # a policy's own weights
+    return _trainer(config, tiny(method, more={"depth": 4}, **given), _accelerator(config), 10)
+
+
+def step(one: Trainer, number: int) -> tuple[float, dict[str, Tensor], Any]:
+    batch = Loaded(pictures(4, seed=number), torch.arange(4), torch.arange(4), [])
+    torch.manual_seed(number)  # for policies that draw
+    losses, output = one.step(batch, number, 4)
+    gradients = {k: p.grad.clone() for k, p in one.model.named_parameters() if p.grad is not None}
+    return float(losses.total.detach()), gradients, output
+
+
+@pytest.mark.usefixtures("one_graph")
+@pytest.mark.parametrize(
+    ("method", "how"), [*((m, "whole") for m in METHODS), *((m, "blocks") for m in METHODS | PEERS)]
+)
+def test_the_same_training(method: str, how: str) -> None:
+    plain, compiled = trainer(method, "no", "fp32"), trainer(method, how, "fp32")
+    for number in range(3):
+        loss, gradients, output = step(plain, number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            other_loss, other_gradients, other_output = step(compiled, number)
+        # static to the bit; weighted attention is traced as it stands, and written out by hand when it is not compiled
+        bound = 0.0 if method == "static" or how == "blocks" else 1e-5
+        assert loss == pytest.approx(other_loss, rel=bound)
+        assert gradients.keys() == other_gradients.keys()
+        for name, gradient in gradients.items():
+            difference = float((gradient - other_gradients[name]).norm())
+            assert difference <= bound * float(gradient.norm()) + bound * 1e-3, name
+        assert torch.equal(output.trace.attended, other_output.trace.attended)
+        assert method == "static" or not output.trace.attended.all()
+
+
+@pytest.mark.usefixtures("one_graph")
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_the_same_training_under_autocast(how: str) -> None:
+    """As on a GPU: accelerate's wrapper is part of the graph."""
+    plain, compiled = trainer("aht", "no", "bf16"), trainer("aht", how, "bf16")
+    for number in range(2):
+        loss, _, output = step(plain, number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            other_loss, _, other_output = step(compiled, number)
+        assert loss == pytest.approx(other_loss, rel=1e-2)
+        assert output.logits.dtype == other_output.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0"])
+def test_a_message_does_not_write_out_the_graph(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 formats all that an operation depends on, exponentially often; later ones do so when asked."""
+    from torch._inductor.exc import OperatorIssue
+
+    whole = OperatorIssue.operator_str
+    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(whole))  # undone afterwards
+    monkeypatch.setattr(torch, "__version__", version)
+    assert int(compiling.compiled(lambda x: x + 1, backend="eager")(torch.ones(()))) == 2
+    said = OperatorIssue.operator_str("mine::op", ["all the rest"], {})
+    assert "mine::op" in said
+    assert ("all the rest" in said) == (version == "2.13.0")
+
+
+@pytest.mark.usefixtures("one_graph")
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_the_flag(tmp_path: Path, how: str) -> None:
+    """Validation and what is saved are those of the plain model."""
+    where = split_folder(tmp_path / "in")
+    arguments = ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ema", 0.9)
+    assert train(where, tmp_path / "plain", *arguments) == 0
+    assert train(where, tmp_path / "compiled", *arguments, "--compile", how) == 0
+    plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
+    assert plain.keys() == compiled.keys()
+    for name, weight in plain.items():
+        assert torch.allclose(weight, compiled[name], rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.usefixtures("one_graph")
+def test_blocks_share_their_graphs() -> None:
+    """Four blocks and three functions: as many graphs as there are kinds of a block, not one a block; the next method
+    compiles nothing that is there."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    step(trainer("static", "blocks", "fp32"), 0)
+    made = counters["stats"]["unique_graphs"]
+    assert made == 3
+    step(trainer("aht", "blocks", "fp32"), 0)
+    assert counters["stats"]["unique_graphs"] == made + 4  # leave and feed with masks, feed that shows an element
+
+
+# -- many of them ---------------------------------------------------------------------------------------------------
+def test_a_process_compiles_as_many_models_as_it_likes() -> None:
+    """Closures of one place, as captured passes are: torch gives up at the ninth set of constants of one code."""
+    torch._dynamo.reset()
+    x = torch.ones(3)
+
+    def scaled(by: float) -> Any:
+        def run(x: Tensor, *, more: float = 1.0) -> Tensor:
+            return x * by + more
+
+        return run
+
+    for number in range(torch._dynamo.config.recompile_limit + 4):
+        made = compiling.compiled(scaled(number + 0.5), fullgraph=True, backend="eager")
+        assert torch.equal(made(x), x * (number + 0.5) + 1)
