@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from ..evaluation.predict import find_images
 from ..factory import load
 from ..model import AdaptiveViT
 from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
+from ..utils.csv import csv_text
 from ..utils.hardware import device_name, device_of
 from ..utils.text import signed_percent
 from .calibrate_config import CalibrateConfig
@@ -187,7 +186,6 @@ def _expected(curve: Calibration, macs: float) -> str:
 
 def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, model: AdaptiveViT) -> str:
     """The curve's points, then the budgets checked on unseen images."""
-    out = io.StringIO()
     names = ("kind", "budget", "knob", "position", "live", "gmacs_asked", "gmacs", "gmacs_sd", "gmacs_static")
     errors = ("error", "expected_error")
     where = {
@@ -200,8 +198,6 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
         "adaptivit": __version__,
         "torch": torch.__version__,
     }
-    writer = csv.DictWriter(out, fieldnames=[*names, *errors, *where], lineterminator="\n")
-    writer.writeheader()
     lines: list[dict[str, Any]] = [
         {"kind": "curve", "position": p.position, "live": p.live, "gmacs": p.macs / 1e9, "gmacs_sd": _sd(p)}
         for p in curve.points
@@ -220,10 +216,8 @@ def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, m
         }
         for row in rows
     ]
-    for line in lines:
-        full = {"knob": curve.dial, "gmacs_static": curve.static / 1e9} | line | where
-        writer.writerow({k: f"{v:.8g}" if isinstance(v, float) else v for k, v in full.items()})
-    return out.getvalue()
+    same = {"knob": curve.dial, "gmacs_static": curve.static / 1e9}
+    return csv_text([same | line | where for line in lines], [*names, *errors], digits=8)
 
 
 def _sd(point: Point) -> float | None:
@@ -232,26 +226,25 @@ def _sd(point: Point) -> float | None:
 
 def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> bytes:
     """MACs against the position of the dial: the curve, and the budgets checked on unseen images."""
-    from ..utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+    from ..utils.plotting import ACCENT, DASHED, INK, MUTED, add_axes, grid, headline, label_axes, new_figure, png_bytes
 
-    figure = _figure(1000, 640)
-    axes = _axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)
+    figure = new_figure(1000, 640)
+    axes = add_axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)
     x, y = [p.position for p in curve.points], [p.macs / 1e9 for p in curve.points]
     if curve.continuous:
         axes.plot(x, y, color=ACCENT, linewidth=1.8, zorder=3)
     else:
         axes.scatter(x, y, s=9, color=ACCENT, linewidths=0, zorder=3)
     axes.scatter([r.position for r in rows], [r.point.macs / 1e9 for r in rows], s=42, color=INK, zorder=4)
-    axes.axhline(curve.static / 1e9, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
-    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
+    axes.axhline(curve.static / 1e9, color=MUTED, linewidth=1.1, linestyle=DASHED, zorder=1)
+    grid(axes)
     axes.set_ylim(0, 1.08 * max(*y, curve.static / 1e9))
     if curve.continuous:  # far ends, where nothing changes any more, would squeeze the rest
         span = curve.points[0].macs - curve.points[-1].macs
         busy = [p.position for p in curve.points if 0.01 * span < p.macs - curve.points[-1].macs < 0.99 * span] or x
         room = 0.15 * (max(busy) - min(busy)) or 1.0
         axes.set_xlim(min(busy) - room, max(busy) + room)
-    axes.set_xlabel(curve.dial, fontsize=8, color=MUTED, labelpad=6)
-    axes.set_ylabel("GMACs an image", fontsize=8, color=MUTED, labelpad=6)
+    label_axes(axes, curve.dial, "GMACs an image")
     detail = f"line: {curve.images} images; dots: budgets on images that it has not seen; dashed: static"
-    _headline(axes, f"What {model.policy_name} costs by its {curve.dial}", detail)
-    return _png(figure)
+    headline(axes, f"What {model.policy_name} costs by its {curve.dial}", detail)
+    return png_bytes(figure)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +11,19 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from ..utils.atomic_io import write_text
-from ..utils.plotting import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from ..utils.csv import csv_text
+from ..utils.plotting import (
+    ACCENT,
+    COLOURS,
+    INK,
+    MUTED,
+    add_axes,
+    grid,
+    headline,
+    label_axes,
+    new_figure,
+    png_bytes,
+)
 
 Record = dict[str, Any]
 
@@ -35,12 +45,7 @@ def write_tables(records: Sequence[Record], where: Path) -> None:
     for kind in ("train", "validation"):
         rows = [_flat(r) for r in records if r["kind"] == kind]
         if rows:
-            names = list(dict.fromkeys(name for row in rows for name in row))
-            out = io.StringIO()
-            writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-            write_text(where / f"{kind}.csv", out.getvalue())
+            write_text(where / f"{kind}.csv", csv_text(rows))
 
 
 def _flat(record: Record) -> Record:
@@ -60,13 +65,12 @@ def draw(records: Sequence[Record], name: str) -> bytes:
     train = [r for r in records if r["kind"] == "train"]
     validation = [r for r in records if r["kind"] == "validation"]
     width, height, left, gap_x, below, gap_y, above = 560, 300, 84, 190, 78, 190, 96
-    figure = _figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
+    figure = new_figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
     places = [(left + (width + gap_x) * (i % 2), below + (height + gap_y) * (1 - i // 2)) for i in range(4)]
-    loss, accuracy, depth, live = (_axes(figure, *place, width, height) for place in places)
+    loss, accuracy, depth, live = (add_axes(figure, *place, width, height) for place in places)
     for axes in (loss, accuracy, depth, live):
-        axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
-        axes.set_axisbelow(True)
-        axes.set_xlabel("step", fontsize=8, color=MUTED, labelpad=6)
+        grid(axes)
+        label_axes(axes, "step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
     _losses(loss, train, name)
@@ -82,7 +86,7 @@ def draw(records: Sequence[Record], name: str) -> bytes:
     cost = f"; {last['gmacs']:.4g} GMACs an image at the end" if "gmacs" in last else ""
     _pair(depth, train, validation, ("mean_depth", "mean_depth"), "Mean depth", f"blocks that compute a patch{cost}")
     _live(live, train)
-    return _png(figure)
+    return png_bytes(figure)
 
 
 def _losses(axes: Any, train: Sequence[Record], name: str) -> None:
@@ -99,7 +103,7 @@ def _losses(axes: Any, train: Sequence[Record], name: str) -> None:
         axes.set_yscale("log")
         axes.tick_params(which="minor", length=0)
     _labels(axes, ends)
-    _headline(axes, "Loss and its terms", f"{name}: the weighted sum, and every term unweighted")
+    headline(axes, "Loss and its terms", f"{name}: the weighted sum, and every term unweighted")
 
 
 def _series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
@@ -145,7 +149,7 @@ def _pair(
     there, value = _series(validation, names[1])
     axes.plot(there, value, color=ACCENT, linewidth=1.8, marker="o", markersize=3.5, zorder=3)
     _labels(axes, [("training", MUTED, x, y), ("validation", ACCENT, there, value)])
-    _headline(axes, title, detail)
+    headline(axes, title, detail)
 
 
 def _live(axes: Any, train: Sequence[Record]) -> None:
@@ -162,4 +166,4 @@ def _live(axes: Any, train: Sequence[Record]) -> None:
     if rows:
         axes.set_ylim(0, 1.04 * float(np.max([live for _, live in rows])))
     _labels(axes, ends)
-    _headline(axes, "Live tokens", "mean tokens an image that enter each block, in training")
+    headline(axes, "Live tokens", "mean tokens an image that enter each block, in training")

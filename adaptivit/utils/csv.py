@@ -1,9 +1,10 @@
-"""One row after another into a CSV file whose columns may grow."""
+"""CSV files: one writer, one reader, and rows added to a file whose columns may grow."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,29 @@ from ..errors import UserError
 from .atomic_io import write_text
 
 
-def append_csv(path: str | Path, row: dict[str, Any]) -> None:
-    """Add a row to a CSV file, new columns at the end; the file is replaced in one step."""
-    rows: list[dict[str, Any]] = []
-    if Path(path).exists():
-        try:
-            with Path(path).open(newline="") as file:
-                rows = list(csv.DictReader(file))
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise UserError(f"{path} is no CSV file to add a row to ({error}).") from None
-    flat = {k: " ".join(f"{x:.2f}" for x in v) if isinstance(v, list) else v for k, v in row.items()}
-    rows.append(flat)
-    names = list(dict.fromkeys(name for r in rows for name in r))
+def csv_text(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] = (), digits: int | None = None) -> str:
+    """Rows as CSV: these columns first, then others as they come; `digits`: significant ones of a float."""
+    names = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n", restval="")
     writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, out.getvalue())
+    for row in rows:
+        writer.writerow({k: f"{v:.{digits}g}" if digits and isinstance(v, float) else v for k, v in row.items()})
+    return out.getvalue()
+
+
+def read_csv(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, none where there is no file; every cell is text."""
+    if not Path(path).exists():
+        return []
+    try:
+        with Path(path).open(newline="") as file:
+            return [{k: v or "" for k, v in row.items() if k is not None} for row in csv.DictReader(file)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is not a CSV file ({error}).") from None
+
+
+def append_csv(path: str | Path, *rows: Mapping[str, Any], columns: Iterable[str] = ()) -> None:
+    """Add rows to a CSV file, new columns at the end; the file is replaced in one step."""
+    flat = [{k: " ".join(f"{x:.2f}" for x in v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    write_text(path, csv_text([*read_csv(path), *flat], columns))

@@ -16,14 +16,13 @@ import torch
 
 from .. import __version__
 
-_PACKAGES = ("torch", "torchvision", "timm", "accelerate", "numpy", "triton")
+_PACKAGES = ("torchvision", "timm", "accelerate", "numpy", "triton")
 
 
 def commit() -> str:
-    """The commit of this code where it runs from a clone, with `-dirty` where files were changed; ADAPTIVIT_COMMIT
-    says it for a copy without its history."""
-    if said := os.environ.get("ADAPTIVIT_COMMIT"):
-        return said
+    """The commit of this code in a clone, `-dirty` if files were changed; ADAPTIVIT_COMMIT names it elsewhere."""
+    if given := os.environ.get("ADAPTIVIT_COMMIT"):
+        return given
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return ""
@@ -34,9 +33,10 @@ def commit() -> str:
         return ""
 
 
-def versions() -> dict[str, str]:
-    found = {"adaptivit": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
+def versions(*more: str) -> dict[str, str]:
+    """Of this package, Python, torch as it was built, and installed packages; `more` names others."""
+    found = {"adaptivit": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in (*_PACKAGES, *more):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -23,7 +23,11 @@ from ..errors import UserError
 
 DPI = 150
 COLOURS = matplotlib.colormaps["viridis"]
-ACCENT, INK, MUTED, FAINT = "#0f8b80", "#1c2024", "#667079", "#e4e7ea"
+ACCENT, INK, MUTED, FAINT, GREY = "#0f8b80", "#1c2024", "#667079", "#e4e7ea", "#b9c0c6"
+DASHED = (0, (4, 3))
+STEPS = [1, 2, 2.5, 5, 10]  # of ticks
+# Policies without a colour of their own; runs of curves.
+SPARE = ("#b3541e", "#7a9e9f", "#e36588", "#39375b", "#9a031e", "#606c38")
 
 _TILE = 216  # width of one image in pixels
 _GUTTER = 4  # between the input and its map
@@ -60,7 +64,7 @@ def halting_maps(
     panel_width, panel_height = 2 * _TILE + _GUTTER, head + tile_height
     width = 2 * _MARGIN + columns * panel_width + (columns - 1) * _GAP
     height = _MARGIN + rows * panel_height + (rows - 1) * _ROW_GAP + _LEGEND
-    figure = _figure(width, height)
+    figure = new_figure(width, height)
     for i, (image, depth) in enumerate(zip(pixels, grid, strict=True)):
         row, column = divmod(i, columns)
         left = _MARGIN + column * (panel_width + _GAP)
@@ -72,7 +76,7 @@ def halting_maps(
         if titles is not None:
             _title(figure, titles[i], left, height - top + 10, panel_width)
     _colour_bar(figure, layers)
-    return _png(figure)
+    return png_bytes(figure)
 
 
 def layer_curve(
@@ -98,15 +102,15 @@ def layer_curve(
     whole = below + height + 108
     if shares is None or stacked:
         width = (580 if stacked else 1100) - left - right
-        figure = _figure(left + width + right, whole if shares is None else 2 * whole)
-        _live_bars(_axes(figure, left, figure.bbox.height - whole + below, width, height), counts, total, name)
+        figure = new_figure(left + width + right, whole if shares is None else 2 * whole)
+        live_bars(add_axes(figure, left, figure.bbox.height - whole + below, width, height), counts, total, name)
         if shares is not None:
-            _depth_bars(_axes(figure, left, below, width, height), shares)
+            depth_bars(add_axes(figure, left, below, width, height), shares)
     else:
-        figure = _figure(1392, whole)
-        _live_bars(_axes(figure, left, below, 700, height), counts, total, name)
-        _depth_bars(_axes(figure, 892, below, 1392 - 892 - right, height), shares)
-    return _png(figure)
+        figure = new_figure(1392, whole)
+        live_bars(add_axes(figure, left, below, 700, height), counts, total, name)
+        depth_bars(add_axes(figure, 892, below, 1392 - 892 - right, height), shares)
+    return png_bytes(figure)
 
 
 def _checked(images: ArrayLike, depths: ArrayLike, layers: int) -> tuple[Floats, NDArray[np.int64]]:
@@ -141,14 +145,14 @@ def _tinted(image: Floats, depth: NDArray[np.int64], layers: int) -> Floats:
     return (1 - _TINT) * light * grey + _TINT * colour
 
 
-def _figure(width: int, height: int) -> Any:
+def new_figure(width: int, height: int) -> Any:
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white", edgecolor="white")
     figure.set_layout_engine("none")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _axes(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
+def add_axes(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
     """Axes at a place in pixels, with nothing but a base line."""
     full_width, full_height = figure.bbox.width, figure.bbox.height
     axes = figure.add_axes((left / full_width, bottom / full_height, width / full_width, height / full_height))
@@ -156,7 +160,7 @@ def _axes(figure: Any, left: float, bottom: float, width: float, height: float) 
     axes.grid(False)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color("#b9c0c6")
+        spine.set_color(GREY)
     axes.tick_params(length=0, labelsize=8, labelcolor=MUTED, pad=6)
     return axes
 
@@ -177,7 +181,7 @@ def _fit(label: Any, width: float) -> None:
 def _colour_bar(figure: Any, layers: int) -> None:
     width = figure.bbox.width
     length = min(560, width - 2 * _MARGIN)
-    axes = _axes(figure, (width - length) / 2, 38, length, 14)
+    axes = add_axes(figure, (width - length) / 2, 38, length, 14)
     axes.spines["bottom"].set_visible(False)
     axes.imshow(np.arange(layers + 1)[None], cmap=COLOURS, vmin=0, vmax=layers, aspect="auto", interpolation="nearest")
     axes.set_yticks([])
@@ -191,18 +195,30 @@ def _ticks(layers: int) -> list[int]:
     return [*range(0, layers, step), layers] if layers % step == 0 else list(range(0, layers + 1, step))
 
 
-def _headline(axes: Any, title: str, detail: str) -> None:
+def label_axes(axes: Any, x: str = "", y: str = "") -> None:
+    for name, text in (("x", x), ("y", y)):
+        if text:
+            getattr(axes, f"set_{name}label")(text, fontsize=8, color=MUTED, labelpad=6)
+
+
+def grid(axes: Any, axis: str = "y") -> None:
+    """Faint lines behind the data at the ticks of an axis, or of `both`."""
+    axes.grid(True, axis=axis, color=FAINT, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def headline(axes: Any, title: str, detail: str) -> None:
     width = axes.get_window_extent().width
     place = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False, "parse_math": False}
     _fit(axes.annotate(title, (0, 1), xytext=(0, 30), fontsize=10, fontweight="bold", color=INK, **place), width)
     _fit(axes.annotate(detail, (0, 1), xytext=(0, 16), fontsize=8, color=MUTED, **place), width)
 
 
-def _live_bars(axes: Any, live: Floats, total: float, name: str) -> None:
+def live_bars(axes: Any, live: Floats, total: float, name: str) -> None:
     blocks = np.arange(1, len(live) + 1)
     axes.bar(blocks, total, width=0.78, color="#f0f2f4", zorder=1)
     axes.bar(blocks, live, width=0.78, color=ACCENT, zorder=2)
-    axes.plot([0.4, len(live) + 0.6], [total, total], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+    axes.plot([0.4, len(live) + 0.6], [total, total], color=MUTED, linewidth=1.2, linestyle=DASHED, zorder=3)
     axes.annotate(
         "static",
         (len(live) + 0.6, total),
@@ -230,9 +246,9 @@ def _live_bars(axes: Any, live: Floats, total: float, name: str) -> None:
     axes.set_ylim(0, total * 1.02)
     axes.set_xticks([t for t in _ticks(len(live)) if t])
     axes.set_yticks([0, total], ["0", f"{total:.4g}"])
-    axes.set_xlabel("block", fontsize=8, color=MUTED, labelpad=6)
+    label_axes(axes, "block")
     share = 100 * float(live.mean()) / total
-    _headline(axes, "Tokens computed in each block", f"{name}: {live.mean():.1f} on average, {share:.0f} % of static")
+    headline(axes, "Tokens computed in each block", f"{name}: {live.mean():.1f} on average, {share:.0f} % of static")
 
 
 def _shares(depths: ArrayLike, layers: int) -> Floats:
@@ -242,7 +258,7 @@ def _shares(depths: ArrayLike, layers: int) -> Floats:
     return 100 * np.bincount(values, minlength=layers + 1) / values.size
 
 
-def _depth_bars(axes: Any, shares: Floats) -> None:
+def depth_bars(axes: Any, shares: Floats) -> None:
     layers = len(shares) - 1
     first = 0 if shares[0] else 1
     depth = np.arange(first, layers + 1)
@@ -252,14 +268,13 @@ def _depth_bars(axes: Any, shares: Floats) -> None:
     axes.set_xticks([t for t in _ticks(layers) if t >= first])
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f} %")
-    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("blocks computed", fontsize=8, color=MUTED, labelpad=6)
+    grid(axes)
+    label_axes(axes, "blocks computed")
     mean = float((shares * np.arange(layers + 1)).sum() / 100)
-    _headline(axes, "How deep patches go", f"share of patches; mean depth {mean:.1f} of {layers}")
+    headline(axes, "How deep patches go", f"share of patches; mean depth {mean:.1f} of {layers}")
 
 
-def _png(figure: Any) -> bytes:
+def png_bytes(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.canvas.draw()
     Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()).save(buffer, "PNG")

@@ -14,7 +14,22 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from ..errors import UserError
-from ..utils.plotting import ACCENT, COLOURS, FAINT, INK, MUTED, _axes, _depth_bars, _figure, _headline, _live_bars
+from ..utils.plotting import (
+    ACCENT,
+    COLOURS,
+    DASHED,
+    FAINT,
+    GREY,
+    INK,
+    MUTED,
+    add_axes,
+    depth_bars,
+    grid,
+    headline,
+    label_axes,
+    live_bars,
+    new_figure,
+)
 from .seen import Array, Seen
 
 if TYPE_CHECKING:
@@ -29,7 +44,7 @@ _THEME = {
     MUTED: "var(--soft)",
     FAINT: "var(--line)",
     "#f0f2f4": "var(--line)",
-    "#b9c0c6": "var(--soft)",
+    GREY: "var(--soft)",
     ACCENT: "var(--accent)",
     WRONG: "var(--wrong)",
 }
@@ -38,10 +53,9 @@ _THEME = {
 def _panel(x: str = "", y: str = "", right: int = _RIGHT, lines: int = 1) -> tuple[Any, Any]:
     """A figure with one plot; x and y name its axes, `lines` is how many lines the numbers below it take."""
     left, below = _LEFT + (28 if y else 0), _BELOW + 20 * (lines - 1)
-    figure = _figure(_WIDTH, _HEIGHT)
-    axes = _axes(figure, left, below, _WIDTH - left - right, _HEIGHT - below - _ABOVE)
-    axes.set_xlabel(x, fontsize=8, color=MUTED, labelpad=6)
-    axes.set_ylabel(y, fontsize=8, color=MUTED, labelpad=6)
+    figure = new_figure(_WIDTH, _HEIGHT)
+    axes = add_axes(figure, left, below, _WIDTH - left - right, _HEIGHT - below - _ABOVE)
+    label_axes(axes, x, y)
     return figure, axes
 
 
@@ -50,22 +64,17 @@ def _per_cent(axes: Any) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
 
 
-def _rules(axes: Any) -> None:
-    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
-    axes.set_axisbelow(True)
-
-
 def live(seen: Seen) -> Any:
     """Mean tokens computed in each block, beside static's."""
     figure, axes = _panel()
-    _live_bars(axes, seen.live.mean(1), seen.attended.shape[-1] + seen.prefix, seen.method)
+    live_bars(axes, seen.live.mean(1), seen.attended.shape[-1] + seen.prefix, seen.method)
     return figure
 
 
 def depths(seen: Seen) -> Any:
     """How deep patches go."""
     figure, axes = _panel()
-    _depth_bars(axes, 100 * np.bincount(seen.depth.ravel(), minlength=seen.layers + 1) / seen.depth.size)
+    depth_bars(axes, 100 * np.bincount(seen.depth.ravel(), minlength=seen.layers + 1) / seen.depth.size)
     return figure
 
 
@@ -84,7 +93,7 @@ def positions(seen: Seen) -> Any:
     side = _HEIGHT - _BELOW - _ABOVE + 40
     axes.set_position((_LEFT / _WIDTH, 34 / _HEIGHT, side * seen.grid[1] / seen.grid[0] / _WIDTH, side / _HEIGHT))
     box = axes.get_window_extent()
-    bar = _axes(figure, box.x0 + min(box.width, 400) + 22, box.y0, 16, box.height)
+    bar = add_axes(figure, box.x0 + min(box.width, 400) + 22, box.y0, 16, box.height)
     bar.pcolormesh(np.linspace(low, high, 65)[:-1, None], cmap=COLOURS, edgecolors="face", linewidth=0.2)
     bar.set_xticks([])
     bar.spines["bottom"].set_visible(False)
@@ -93,7 +102,7 @@ def positions(seen: Seen) -> Any:
     bar.yaxis.tick_right()
     bar.tick_params(length=0, labelsize=8, labelcolor=MUTED, pad=4)
     images = f"{len(seen)} images" if len(seen) > 1 else "one image"
-    _headline(axes, "Mean depth by position", f"{images}; blocks computed at each place")
+    headline(axes, "Mean depth by position", f"{images}; blocks computed at each place")
     return figure
 
 
@@ -122,8 +131,8 @@ def scores(seen: Seen) -> Any:
         capprops=line,
     )
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    _rules(axes)
-    _headline(axes, f"{seen.scores.name.capitalize()} by block", "live patches: median, quartiles, 5 to 95 %")
+    grid(axes)
+    headline(axes, f"{seen.scores.name.capitalize()} by block", "live patches: median, quartiles, 5 to 95 %")
     return figure
 
 
@@ -139,7 +148,7 @@ def planned(seen: Seen, stage: int) -> Any:
     counts, _, _ = np.histogram2d(done, plan, bins=(edges, edges))
     shade = np.ma.masked_equal(np.sqrt(counts), 0)
     axes.pcolormesh(edges, edges, shade, cmap=COLOURS, edgecolors="face", linewidth=0.2, zorder=2)
-    axes.plot([0.5, layers + 0.5], [0.5, layers + 0.5], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+    axes.plot([0.5, layers + 0.5], [0.5, layers + 0.5], color=MUTED, linewidth=1.2, linestyle=DASHED, zorder=3)
     axes.set_xlim(0.4, layers + 0.6)
     axes.set_ylim(0.4, layers + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
@@ -150,7 +159,7 @@ def planned(seen: Seen, stage: int) -> Any:
         detail = (
             f"executed − planned {np.mean(done - plan):+.1f}, correlation {'undefined' if r is None else f'{r:.2f}'}"
         )
-    _headline(axes, f"Plan made after block {plans.stages[stage]}", detail)
+    headline(axes, f"Plan made after block {plans.stages[stage]}", detail)
     return figure
 
 
@@ -165,12 +174,12 @@ def confidence(seen: Seen) -> Any:
     axes.scatter(x[~right], y[~right], color=WRONG, marker="x", linewidths=1.2, **common)
     _per_cent(axes)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    _rules(axes)
+    grid(axes)
     r = correlation(x, y)
     detail = f"{len(seen)} images, correlation {'undefined' if r is None else f'{r:.2f}'}"
     if seen.correct is not None:
         detail += f"; ● right, × wrong ({int((~right).sum())})"
-    _headline(axes, "Depth and confidence", detail)
+    headline(axes, "Depth and confidence", detail)
     return figure
 
 
@@ -189,8 +198,8 @@ def accuracy(seen: Seen, bins: int = 4) -> Any:
     names = [f"{seen.mean_depth[p].min():.1f}–{seen.mean_depth[p].max():.1f}\n{len(p)} images" for p in parts]
     axes.set_xticks(place, names)
     _per_cent(axes)
-    _rules(axes)
-    _headline(axes, "Accuracy by depth", f"top-1 of all {len(seen)} images: {100 * seen.correct.mean():.1f} %")
+    grid(axes)
+    headline(axes, "Accuracy by depth", f"top-1 of all {len(seen)} images: {100 * seen.correct.mean():.1f} %")
     return figure
 
 
@@ -216,10 +225,10 @@ def importance(found: Importance) -> Any:
     axes.set_ylim(-1.02, 1.02)
     axes.set_xlim(blocks.min() - 0.6, blocks.max() + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    _rules(axes)
+    grid(axes)
     images = found.pearson.shape[1]
     detail = f"{images} images, {found.tokens} patches each; mean and 95 % interval"
-    _headline(axes, "Scores against importance", detail)
+    headline(axes, "Scores against importance", detail)
     return figure
 
 

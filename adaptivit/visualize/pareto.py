@@ -17,19 +17,27 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ..errors import UserError
 from ..policies import get, names
-from ..utils.plotting import FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from ..utils.plotting import (
+    DASHED,
+    INK,
+    MUTED,
+    SPARE,
+    STEPS,
+    add_axes,
+    grid,
+    headline,
+    label_axes,
+    new_figure,
+    png_bytes,
+)
 
-# For policies without a colour of their own.
-_SPARE = ("#b3541e", "#7a9e9f", "#e36588", "#39375b", "#9a031e", "#606c38")
 _PLOT, _HEIGHT = 660, 540  # pixels of one plot
 _LEFT, _RIGHT, _BELOW, _ABOVE = 100, 40, 84, 112
 _GAP = 3  # pixels between a label and what it must not touch
 _ROW = 24  # pixels of a line of the legend, and of points below the axis
 FEW = 10  # so many points have their full names
 _FAR = 12.0  # points of top-1 below static that are off the axis
-_DASHED = (0, (4, 3))
 _PIXELS: dict[str, Any] = {"xytext": (0, 0), "textcoords": "offset pixels", "parse_math": False}
-_STEPS = [1, 2, 2.5, 5, 10]  # of the ticks
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
 
@@ -57,7 +65,7 @@ def pareto(points: Sequence[Point], *, detail: str = "", reference: str = "stati
 
     detail: what goes under the title. reference: the label of the point whose level is drawn as a line.
     """
-    return _png(drawn(points, detail, reference))
+    return png_bytes(drawn(points, detail, reference))
 
 
 def drawn(points: Sequence[Point], detail: str = "", reference: str = "static") -> Any:
@@ -69,23 +77,23 @@ def drawn(points: Sequence[Point], detail: str = "", reference: str = "static") 
     colours = _colours(points)
     rows = math.ceil((len(colours) + 1) / ((width * (1 + timed) - 60) // 150)) if len(colours) > 1 else 0
     below = _BELOW + _ROW * rows + 10 * bool(rows)
-    figure = _figure(width * (1 + timed), below + _HEIGHT + _ABOVE)
+    figure = new_figure(width * (1 + timed), below + _HEIGHT + _ABOVE)
     if rows:
         _legend(figure, colours, math.ceil((len(colours) + 1) / rows))
     level = next((p.top1 for p in points if p.label == reference), None)
     unit = 1e3 if max(p.gmacs for p in points) < 0.1 else 1.0
-    axes = _axes(figure, _LEFT, below, _PLOT, _HEIGHT)
+    axes = add_axes(figure, _LEFT, below, _PLOT, _HEIGHT)
     _Panel(axes, points, [unit * p.gmacs for p in points], colours, level, cheap=True).draw()
-    axes.set_xlabel(f"{'GMACs' if unit == 1 else 'MMACs'} an image (less is cheaper)", fontsize=8, color=MUTED)
-    _headline(axes, "Accuracy against work", detail)
+    label_axes(axes, f"{'GMACs' if unit == 1 else 'MMACs'} an image (less is cheaper)")
+    headline(axes, "Accuracy against work", detail)
     note = axes.annotate(_bars(points, reference), (0, 1), xycoords="axes fraction", color=MUTED, **_PIXELS)
     note.set(position=(0, 10), fontsize=8)
     if timed:
-        axes = _axes(figure, width + _LEFT, below, _PLOT, _HEIGHT)
+        axes = add_axes(figure, width + _LEFT, below, _PLOT, _HEIGHT)
         _Panel(axes, points, [p.speed or 0.0 for p in points], colours, level, cheap=False).draw()
         log = ", log scale" if axes.get_xscale() == "log" else ""
-        axes.set_xlabel(f"images/s, measured{log} (more is faster)", fontsize=8, color=MUTED)
-        _headline(axes, "Accuracy against measured speed", "compact layout, all models in turn, median")
+        label_axes(axes, f"images/s, measured{log} (more is faster)")
+        headline(axes, "Accuracy against measured speed", "compact layout, all models in turn, median")
     return figure
 
 
@@ -114,7 +122,7 @@ def colour_of(policy: str) -> str:
 
 # -- drawing --------------------------------------------------------------------------------------------------------
 def _colours(points: Sequence[Point]) -> dict[str, str]:
-    spare = itertools.cycle(_SPARE)
+    spare = itertools.cycle(SPARE)
     return {policy: colour_of(policy) or next(spare) for policy in dict.fromkeys(p.policy for p in points)}
 
 
@@ -127,7 +135,7 @@ def _bars(points: Sequence[Point], reference: str) -> str:
 def _legend(figure: Any, colours: dict[str, str], columns: int) -> None:
     dot: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white", "linewidth": 1.2}
     handles = [
-        Line2D([], [], color=colour, label=name, linestyle=_DASHED if name == "static" else "-", **dot)
+        Line2D([], [], color=colour, label=name, linestyle=DASHED if name == "static" else "-", **dot)
         for name, colour in colours.items()
     ]
     handles.append(Line2D([], [], color=INK, alpha=0.35, linewidth=1.2, label="front"))
@@ -151,19 +159,18 @@ class _Panel:
         far = below_axis(self.points, self.level)
         shown = [i for i in range(len(x)) if i not in far]
         self._across()
-        axes.set_ylabel("top-1 %", fontsize=8, color=MUTED, labelpad=6)
-        axes.grid(True, color=FAINT, linewidth=0.7)
-        axes.set_axisbelow(True)
+        label_axes(axes, y="top-1 %")
+        grid(axes, "both")
         floor = self._limits(shown, self._strip(sorted(far, key=x.__getitem__)))
         best = [i for i in front(self.points, x, self.cheap) if i in shown]
         self._front_line([(x[i], self.points[i].top1) for i in best])
         if self.level is not None:
-            self._line([(end, self.level) for end in axes.get_xlim()], MUTED, linestyle=_DASHED, zorder=1)
+            self._line([(end, self.level) for end in axes.get_xlim()], MUTED, linestyle=DASHED, zorder=1)
         for curve in dict.fromkeys(p.curve or p.policy for p in self.points):
             chosen = [i for i in shown if (self.points[i].curve or self.points[i].policy) == curve]
             if len(chosen) > 1:
                 first = self.points[chosen[0]]
-                style = _DASHED if first.hollow else "-"
+                style = DASHED if first.hollow else "-"
                 path = sorted((x[i], self.points[i].top1) for i in chosen)
                 self._line(path, self.colours[first.policy], linestyle=style, zorder=2.5)
         for i in shown:
@@ -180,7 +187,7 @@ class _Panel:
         else:
             room = 0.12 * (high - low) if high - low > 0.02 * high else 0.2 * high
             self.axes.set_xlim(max(0.0, low - room), high + room)
-            self.axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+            self.axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
         if high >= 1000:
             self.axes.xaxis.set_major_formatter("{x:,.0f}")
 
@@ -210,7 +217,7 @@ class _Panel:
         low, high = max(min(ends) - room, -room / 2), min(max(ends) + room, 100 + room / 2)
         bottom = low - (high - low) * strip / (_HEIGHT - strip)
         self.axes.set_ylim(bottom, high)
-        self.axes.set_yticks([t for t in MaxNLocator(7, steps=_STEPS).tick_values(low, high) if low <= t <= high])
+        self.axes.set_yticks([t for t in MaxNLocator(7, steps=STEPS).tick_values(low, high) if low <= t <= high])
         if strip:
             self.axes.axhspan(bottom, low, color="#f3f5f6", linewidth=0, zorder=0)
         return low

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import platform
 import re
 import time
@@ -19,6 +17,7 @@ from .. import __version__
 from ..errors import UserError
 from ..model import AdaptiveViT
 from ..utils.atomic_io import write_bytes, write_text
+from ..utils.csv import csv_text
 from . import charts, paint
 from .classes import by_class
 from .collect import look
@@ -125,11 +124,11 @@ def write(found: Found, out: str | Path, *, command: str = "", progress: Step | 
         write_bytes(out / name, draw())
         if progress:
             progress("drawing", number + 1, len(made) + 1)
-    write_text(out / "images.csv", _csv(_rows(seen)))
+    write_text(out / "images.csv", csv_text(_rows(seen)))
     if found.classes:
-        write_text(out / "classes.csv", _csv(found.classes))
+        write_text(out / "classes.csv", csv_text(found.classes))
     if found.importance is not None:
-        write_text(out / "importance.csv", _csv(_importance(found.importance)))
+        write_text(out / "importance.csv", csv_text(_importance(found.importance)))
     write_text(out / "report.html", page(found, command, environment()))
     if progress:
         progress("drawing", len(made) + 1, len(made) + 1)
@@ -204,11 +203,3 @@ def _importance(found: Importance) -> list[dict[str, Any]]:
         for s, block in enumerate(found.blocks)
         for b, image in enumerate(found.images)
     ]
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()

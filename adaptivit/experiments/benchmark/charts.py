@@ -5,8 +5,6 @@ Charts are drawn like pictures.py: on canvases of their own, never through pyplo
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,9 +19,24 @@ from rich.table import Table
 from rich.text import Text
 
 from ...errors import UserError
-from ...utils.atomic_io import write_text
-from ...utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
-from ...visualize.pareto import _SPARE, _STEPS, colour_of
+from ...utils.csv import read_csv
+from ...utils.plotting import (
+    ACCENT,
+    DASHED,
+    FAINT,
+    INK,
+    MUTED,
+    SPARE,
+    STEPS,
+    add_axes,
+    grid,
+    headline,
+    label_axes,
+    new_figure,
+    png_bytes,
+)
+from ...utils.text import markdown_table
+from ...visualize.pareto import colour_of
 from ..compare.table import shortened
 from .contenders import BASELINES, BEST, COMPILED, OWN, TIMM
 
@@ -35,7 +48,6 @@ COLUMNS = (
 )
 _STATIC = {TIMM: "#c3c9ce", COMPILED: "#9aa3ab", BEST: "#59636c", OWN: "#9fd0cb"}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_DASHED = (0, (4, 3))
 
 Row = dict[str, str]  # every cell is text, empty where nothing is known
 
@@ -43,27 +55,10 @@ Row = dict[str, str]  # every cell is text, empty where nothing is known
 # -- the file -------------------------------------------------------------------------------------------------------
 def read(path: Path) -> list[Row]:
     """The rows of an earlier run, none where there is no file; refuses one that is no benchmark's."""
-    if not path.exists():
-        return []
-    try:
-        with path.open(newline="") as file:
-            rows = [{k: v or "" for k, v in row.items() if k is not None} for row in csv.DictReader(file)]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is no CSV file of a benchmark ({error}); pass another --out.") from None
+    rows = read_csv(path)
     if not all({"contender", "ms_p50", "status"} <= set(row) for row in rows):
-        raise UserError(f"{path} is no CSV file of a benchmark (its columns are others); pass another --out.")
+        raise UserError(f"{path} is not a benchmark's CSV file: pass another --out.")
     return rows
-
-
-def append(path: Path, rows: Sequence[Row]) -> None:
-    """Add rows to the file, which is replaced in one step; columns of another version stay, at the end."""
-    every = [*read(path), *rows]
-    names = list(dict.fromkeys((*COLUMNS, *(name for row in every for name in row))))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(every)
-    write_text(path, text.getvalue())
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -138,10 +133,9 @@ def markdown(rows: Sequence[Row], command: str) -> str:
     """The same tables with their caption."""
     text = ["# Benchmark", ""]
     for group in groups(rows, "backbone", "dtype", "batch"):
-        body = [[_line(row).get(name, "").replace("|", "\\|") for name in _HEADINGS] for row in group]
-        rule = ["---", *["---:"] * (len(_HEADINGS) - 1)]
+        body = [[_line(row).get(name, "") for name in _HEADINGS] for row in group]
         text += [f"## {_title(group[0])}", ""]
-        text += ["| " + " | ".join(cells) + " |" for cells in (_HEADINGS, rule, *body)] + [""]
+        text += [*markdown_table(_HEADINGS, body), ""]
         text += [f"- {label(row)}: {row['reason']}" for row in group if row["reason"]]
         text += [""] * any(row["reason"] for row in group)
     first = rows[0]
@@ -169,7 +163,7 @@ def markdown(rows: Sequence[Row], command: str) -> str:
 # -- charts ---------------------------------------------------------------------------------------------------------
 def _colours(rows: Sequence[Row]) -> dict[str, str]:
     """One colour a label: baselines grey, a policy as in every plot or what is left, its further layouts paler."""
-    spare, hues, found = itertools.cycle(_SPARE), dict[str, str](), dict[str, str]()
+    spare, hues, found = itertools.cycle(SPARE), dict[str, str](), dict[str, str]()
     layouts: dict[str, list[str]] = {}
     for row in rows:
         name, policy = row["contender"], row["policy"].partition(":")[0]
@@ -189,7 +183,7 @@ def _paler(colour: str, share: float) -> str:
 
 def _widest(names: Sequence[str], size: float) -> float:
     """Pixels of the longest text."""
-    figure = _figure(100, 100)
+    figure = new_figure(100, 100)
     renderer = figure.canvas.get_renderer()
     texts = [figure.text(0, 0, name, fontsize=size, parse_math=False) for name in names]
     return max(text.get_window_extent(renderer).width for text in texts)
@@ -206,15 +200,15 @@ def bars(rows: Sequence[Row]) -> bytes:
     left, gap, above, below = round(_widest(list(names.values()), 8)) + 44, 36, 112, 64
     panel = max(330, round(1160 / across) - gap) if across > 1 else 760
     heights = [30 * max(len(rows) for rows in strip) + 16 for strip in strips]
-    figure = _figure(left + across * (panel + gap), sum(heights) + len(strips) * (above + below))
+    figure = new_figure(left + across * (panel + gap), sum(heights) + len(strips) * (above + below))
     top = float(figure.bbox.height)
     for strip, height in zip(strips, heights, strict=True):
         top -= above + height
         for column, group in enumerate(strip):
-            axes = _axes(figure, left + column * (panel + gap), top, panel, height)
+            axes = add_axes(figure, left + column * (panel + gap), top, panel, height)
             _bars(axes, group, against, colours, names if not column else {})
         top -= below
-    return _png(figure)
+    return png_bytes(figure)
 
 
 def _panels(rows: Sequence[Row]) -> list[list[Row]]:
@@ -245,15 +239,14 @@ def _bars(axes: Any, group: list[Row], against: str | None, colours: dict[str, s
     axes.set_yticks(places, [names.get(label(row), "") for row in group])
     axes.tick_params(axis="y", labelcolor=INK)
     if against:
-        axes.plot([1, 1], [-0.6, len(group) - 0.4], color=INK, linewidth=0.9, linestyle=_DASHED, zorder=1)
-    axes.xaxis.set_major_locator(MaxNLocator(4, steps=_STEPS))
-    axes.set_axisbelow(True)
-    axes.grid(True, axis="x", color=FAINT, linewidth=0.8, zorder=0)
-    axes.set_xlabel(f"images/s, {against} = 1" if against else "images/s", fontsize=8, color=MUTED, labelpad=6)
+        axes.plot([1, 1], [-0.6, len(group) - 0.4], color=INK, linewidth=0.9, linestyle=DASHED, zorder=1)
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=STEPS))
+    grid(axes, "x")
+    label_axes(axes, f"images/s, {against} = 1" if against else "images/s")
     first = group[0]
     mode = next((row["static_mode"] for row in group if row["contender"] == BEST), "")
     detail = f"{first['backbone']}, {first['dtype']}" + (f"; best static: {mode}" if mode else "")
-    _headline(axes, f"batch {first['batch']}", detail)
+    headline(axes, f"batch {first['batch']}", detail)
 
 
 def speed_against_macs(rows: Sequence[Row]) -> bytes:
@@ -267,19 +260,19 @@ def speed_against_macs(rows: Sequence[Row]) -> bytes:
     left, panel, height, gap = 90, 620, 520, 80
     legend = round(_widest([*names.values(), "perfect scaling"], 8)) + 90
     across, down = min(3, len(panels)), math.ceil(len(panels) / 3)
-    figure = _figure(left + across * (panel + gap) + legend, down * (height + 200))
+    figure = new_figure(left + across * (panel + gap) + legend, down * (height + 200))
     for i, group in enumerate(panels):
         bottom = 84 + (down - 1 - i // 3) * (height + 200)
-        _cloud(_axes(figure, left + i % 3 * (panel + gap), bottom, panel, height), group, colours, batches)
+        _cloud(add_axes(figure, left + i % 3 * (panel + gap), bottom, panel, height), group, colours, batches)
     dot: dict[str, Any] = {"linestyle": "", "markeredgecolor": "white", "markersize": 7}
     handles = [Line2D([], [], marker="o", color=c, label=names[name], **dot) for name, c in colours.items()]
     handles += [Line2D([], [], marker=m, color=MUTED, label=f"batch {batch}", **dot) for batch, m in batches.items()]
-    handles.append(Line2D([], [], color=INK, linestyle=_DASHED, linewidth=1.1, label="perfect scaling"))
+    handles.append(Line2D([], [], color=INK, linestyle=DASHED, linewidth=1.1, label="perfect scaling"))
     place = ((left + across * (panel + gap) - gap / 2) / figure.bbox.width, 1 - 116 / figure.bbox.height)
     box_ = figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, frameon=False, fontsize=8)
     for text in box_.get_texts():
         text.set(color=INK, parse_math=False)
-    return _png(figure)
+    return png_bytes(figure)
 
 
 def _cloud(axes: Any, group: list[Row], colours: dict[str, str], batches: dict[str, str]) -> None:
@@ -290,17 +283,16 @@ def _cloud(axes: Any, group: list[Row], colours: dict[str, str], batches: dict[s
         style = {"s": 52, "marker": batches[row["batch"]], "edgecolor": "white", "linewidth": 0.8, "zorder": 4}
         axes.scatter([share], [speed], color=colours[label(row)], **style)
     curve = [low + (high - low) * i / 100 for i in range(101)]
-    axes.plot(curve, [100 / share for share in curve], color=INK, linestyle=_DASHED, linewidth=1.1, zorder=3)
+    axes.plot(curve, [100 / share for share in curve], color=INK, linestyle=DASHED, linewidth=1.1, zorder=3)
     axes.plot([low, high], [1, 1], color=FAINT, linewidth=1.2, zorder=1)
     axes.set_xlim(low, high)
     axes.set_ylim(max(0.0, math.floor(10 * min(*y, 1.0)) / 10 - 0.1), 1.06 * max(*y, 100 / low))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f} %")
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-    axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-    axes.grid(True, color=FAINT, linewidth=0.8, zorder=0)
-    axes.set_xlabel("MACs that ran, share of the static model's", fontsize=8, color=MUTED, labelpad=6)
+    grid(axes, "both")
+    label_axes(axes, "MACs that ran, share of the static model's")
     first = group[0]
     detail = f"{first['backbone']}, {first['dtype']}; times as fast as our own static model"
-    _headline(axes, "Speed against work", detail)
+    headline(axes, "Speed against work", detail)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import datetime
 import gc
-import importlib.metadata
 import statistics
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
-from ... import __version__
 from ...cost import CostModel
 from ...data import dataset
 from ...errors import UserError, first_line
@@ -32,9 +29,10 @@ from ...evaluation.timing import Timing, interleaved
 from ...factory import create
 from ...model import AdaptiveViT
 from ...utils.atomic_io import write_bytes, write_text
-from ...utils.environment import commit
+from ...utils.csv import append_csv
+from ...utils.environment import commit, versions
 from ...utils.hardware import device_of, processor
-from .charts import COLUMNS, Row, append, bars, markdown, read, screen, speed_against_macs
+from .charts import COLUMNS, Row, bars, markdown, read, screen, speed_against_macs
 from .config import BenchmarkConfig
 from .contenders import BEST, OWN, TIMM, Contender, Entry, Setting, checkpoint_for, entries, traces_for
 
@@ -68,7 +66,7 @@ def run(config: BenchmarkConfig) -> list[Row]:
         for number, (name, dtype, batch) in enumerate(plan, start=1):
             console.print(f"[{number}/{len(plan)}] {name}, {dtype}, batch {batch}", markup=False, style="bold")
             new = _configuration(config, _setting(config, bases[name], name, dtype, batch, device), head, console)
-            append(path, new)
+            append_csv(path, *new, columns=COLUMNS)
             rows += new
     _write(config, rows)
     return rows
@@ -293,17 +291,9 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
     """What all rows of a run share."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = ""
-    return {
+    return versions() | {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "timm": timm.__version__,
-        "adaptivit": __version__,
         "commit": commit(),
         "repeats": config.repeats,
         "seed": config.seed,

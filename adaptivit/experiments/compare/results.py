@@ -7,7 +7,6 @@ OUT/correct/SLUG.npz  which images the row got right, so that differences stay p
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -21,6 +20,7 @@ from ...errors import UserError
 from ...evaluation.evaluate import Result, paired_difference
 from ...training.methods import slug
 from ...utils.atomic_io import write_bytes, write_json, write_text
+from ...utils.csv import csv_text, read_csv
 from .config import CompareConfig
 
 COLUMNS = (
@@ -53,7 +53,7 @@ class Results:
             raise UserError(f"{self.path} holds something else than a comparison: pass another --out.")
         else:
             write_json(settings, {"compare": new})
-        self.rows: list[Row] = _read(file) if file.exists() else []
+        self.rows: list[Row] = _read(file)
 
     def find(self, method: str, seed: int) -> Row | None:
         """The finished row of a method, or nothing."""
@@ -101,11 +101,7 @@ def as_row(values: Mapping[str, Any]) -> Row:
 
 
 def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+    write_text(path, csv_text(rows, columns))
 
 
 def keep_correct(path: Path, result: Result) -> None:
@@ -154,13 +150,9 @@ def _same(path: Path, new: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> list[Row]:
-    try:
-        with path.open(newline="") as file:
-            rows = [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is no CSV file of a comparison ({error}); pass another --out.") from None
+    rows = [{name: row.get(name, "") for name in COLUMNS} for row in read_csv(path)]
     if any(not row["seed"].isdigit() for row in rows):
-        raise UserError(f"{path} is no CSV file of a comparison (a row without a seed); pass another --out.")
+        raise UserError(f"{path} is not a comparison's CSV file (a row without a seed): pass another --out.")
     for row in rows:
         _check_numbers(path, row)
     return rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
 import time
 import traceback
 from collections.abc import Callable
@@ -16,12 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ... import __version__
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...errors import UserError, first_line
@@ -32,7 +29,7 @@ from ...policies import spec
 from ...training.methods import full_spec, slug
 from ...training.run import fit
 from ...utils.atomic_io import write_bytes, write_text
-from ...utils.environment import commit
+from ...utils.environment import commit, versions
 from ...utils.hardware import device_of
 from ...visualize.pareto import pareto
 from .config import CompareConfig
@@ -133,11 +130,7 @@ def _head(config: CompareConfig, entry: Entry) -> dict[str, Any]:
         "commit": commit(),
         "device": _device_name(config),
         "date": datetime.date.today().isoformat(),
-        "adaptivit": __version__,
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "python": platform.python_version(),
-    }
+    } | versions()
 
 
 def _figures(model: AdaptiveViT, result: Result) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ...utils.text import markdown_table
 from ...visualize.pareto import FEW, Point
 from .config import CompareConfig
 from .results import STATIC, TRAINED_ON, Row
@@ -95,22 +96,21 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def markdown(rows: Sequence[Row], config: CompareConfig) -> str:
     """A Markdown table with its caption; below it, with several seeds, mean and spread of each method."""
-    text = ["# Comparison", "", *grid(headings(rows), [list(line.values()) for line in lines(rows)]), ""]
+    text = [
+        "# Comparison",
+        "",
+        *markdown_table(headings(rows), [list(line.values()) for line in lines(rows)]),
+        "",
+    ]
     text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
     text += _caption(rows, config)
     several = means(rows)
     if several:
         text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
-        text += grid(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
+        text += markdown_table(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
     if any(row["status"] == "ok" for row in rows):
         text += ["", "![Accuracy against cost](pareto.png)"]
     return "\n".join(text) + "\n"
-
-
-def grid(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    rows = [[cell.replace("|", "\\|") for cell in cells] for cells in body]
-    rule = ["---" if name == "method" else "---:" for name in names]
-    return ["| " + " | ".join(cells) + " |" for cells in (names, rule, *rows)]
 
 
 def _caption(rows: Sequence[Row], config: CompareConfig) -> list[str]:

@@ -18,9 +18,10 @@ from rich.console import Console
 
 from ...evaluation.evaluate import Result
 from ...utils.atomic_io import write_bytes, write_text
+from ...utils.text import markdown_table
 from ...visualize.pareto import pareto
 from ..compare.results import COLUMNS, Row, add_differences, read_correct, write_rows
-from ..compare.table import failures, grid, headings, lines, means, points
+from ..compare.table import failures, headings, lines, means, points
 from ..compare.table import screen as table_of
 from . import bars
 from .curves import Curve, draw
@@ -71,7 +72,10 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
     text = [f"# {table.title}", "", f"`{config.command()}`", ""]
     text += [f"{table.source}. `paper` is what it reports, top-1 % / GMACs.", ""] if printed else []
     text += [table.protocol, ""]
-    text += [*grid(names, [[*line.values(), papers[line["method"]]][: len(names)] for line in body]), ""]
+    text += [
+        *markdown_table(names, [[*line.values(), papers[line["method"]]][: len(names)] for line in body]),
+        "",
+    ]
     text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
     missing = len(known) - len(rows)
     if missing:
@@ -80,7 +84,7 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
     several = means(rows)
     if several:
         text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
-        text += grid(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
+        text += markdown_table(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
     pairs = versus(table, known, rows)
     if pairs:
         text += [
@@ -89,7 +93,7 @@ def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[
             "over the images (not over seeds, and not corrected for the number of lines):",
             "",
         ]
-        text += grid(["method", "against", "seeds", "points", "p", "share", "its share"], pairs)
+        text += markdown_table(["method", "against", "seeds", "points", "p", "share", "its share"], pairs)
     good = [row for row in rows if row["status"] == "ok"]
     if good and not table.one_cost:
         text += ["", "![Accuracy against cost](pareto.png)"]

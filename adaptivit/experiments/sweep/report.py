@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,20 @@ from typing import Any
 from rich.table import Table
 
 from ...utils.atomic_io import write_bytes, write_json, write_text
-from ...utils.plotting import ACCENT, FAINT, INK, MUTED, _axes, _figure, _headline, _png
+from ...utils.csv import csv_text
+from ...utils.plotting import (
+    ACCENT,
+    DASHED,
+    GREY,
+    INK,
+    MUTED,
+    add_axes,
+    grid,
+    headline,
+    label_axes,
+    new_figure,
+    png_bytes,
+)
 from .config import SweepConfig
 from .store import Record
 
@@ -118,9 +129,7 @@ def _csv(config: SweepConfig, records: Sequence[Record]) -> str:
     figures = ["top1", "gmacs", "gmacs_static", "share", "mean_depth", "score"]
     about = ["policy", "seed", "seconds", "date", "adaptivit", "torch", "optuna", "python", "reason"]
     names = list(dict.fromkeys(["trial", "status", *keys, *figures, *about]))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
-    writer.writeheader()
+    rows = []
     for r in records:
         facts = r.facts
         row: dict[str, Any] = {"trial": r.number, "status": r.status, "reason": facts.get("reason", "")}
@@ -129,16 +138,16 @@ def _csv(config: SweepConfig, records: Sequence[Record]) -> str:
         if r.status == "finished":
             row |= {name: r.figure(name) for name in ("top1", "gmacs", "gmacs_static", "mean_depth")}
             row |= {"share": r.share, "score": score(config, r.top1, r.share)}
-        writer.writerow({k: f"{v:.8g}" if isinstance(v, float) else v for k, v in row.items()})
-    return out.getvalue()
+        rows.append({name: row.get(name, "") for name in names})
+    return csv_text(rows, names, digits=8)
 
 
 def draw(config: SweepConfig, records: Sequence[Record]) -> None:
     """OUT/front.png: every trial as a dot, the front as steps."""
     done, steps, chosen = finished(records), front(records), best(config, records)
     assert chosen is not None
-    figure = _figure(1100, 720)
-    axes = _axes(figure, 96, 84, 1100 - 96 - 40, 720 - 84 - 110)
+    figure = new_figure(1100, 720)
+    axes = add_axes(figure, 96, 84, 1100 - 96 - 40, 720 - 84 - 110)
     statics = {round(r.figure("gmacs_static"), 9) for r in done}
     left, right = min(r.gmacs for r in done), max(r.gmacs for r in done)
     if len(statics) == 1:
@@ -153,22 +162,20 @@ def draw(config: SweepConfig, records: Sequence[Record]) -> None:
     axes.set_ylim(low - room, high + room)
     margin = max(0.06 * (right - left), 0.02 * right)
     axes.set_xlim(left - margin, right + margin)
-    axes.scatter([r.gmacs for r in done], [r.top1 for r in done], s=34, color="#b9c0c6", linewidths=0, zorder=3)
+    axes.scatter([r.gmacs for r in done], [r.top1 for r in done], s=34, color=GREY, linewidths=0, zorder=3)
     xs, ys = [r.gmacs for r in steps], [r.top1 for r in steps]
     axes.step([*xs, right + margin], [*ys, ys[-1]], where="post", color=ACCENT, linewidth=1.8, zorder=4)
     axes.scatter(xs, ys, s=46, color=ACCENT, linewidths=0, zorder=5)
     axes.scatter([chosen.gmacs], [chosen.top1], s=190, facecolors="none", edgecolors=INK, linewidths=1.4, zorder=6)
-    axes.grid(True, axis="y", color=FAINT, linewidth=0.8, zorder=0)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("GMACs an image", fontsize=8, color=MUTED, labelpad=6)
-    axes.set_ylabel("top-1 %", fontsize=8, color=MUTED, labelpad=6)
+    grid(axes)
+    label_axes(axes, "GMACs an image", "top-1 %")
     detail = f"{len(done)} trials, {len(steps)} on the front; the ring is the best by {config.objective}: "
     detail += f"trial {chosen.number}, {chosen.top1:.2f} % at {chosen.gmacs:.3g} GMACs"
-    _headline(axes, "Validation top-1 against work", detail)
-    write_bytes(Path(config.train.out) / "front.png", _png(figure))
+    headline(axes, "Validation top-1 against work", detail)
+    write_bytes(Path(config.train.out) / "front.png", png_bytes(figure))
 
 
 def _mark(axes: Any, x: float, text: str) -> None:
-    axes.axvline(x, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+    axes.axvline(x, color=MUTED, linewidth=1.1, linestyle=DASHED, zorder=1)
     place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
     axes.annotate(text, (x, 0), xytext=(-5, 5), fontsize=8, color=MUTED, **place)

@@ -30,10 +30,11 @@ from ...policies import spec
 from ...training.config import TrainConfig
 from ...training.gate_init import calibrate
 from ...utils.atomic_io import write_json
+from ...utils.environment import versions
 from . import report
 from .config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .space import Params, apply, parse
-from .store import Claim, Record, Store, versions
+from .store import Claim, Record, Store
 
 
 def sweep(config: SweepConfig) -> None:
@@ -70,8 +71,7 @@ def _trial(config: SweepConfig, store: Store, claim: Claim, console: Console) ->
     """Run one trial and record how it ended. Only what is wrong with its settings is a failure; the rest is raised."""
     said = " ".join(f"{k}={report.setting(v)}" for k, v in claim.params.items())
     head = f"trial {claim.number} of {store.count}: {said} |"
-    build = {**versions(), "torch": torch.__version__}  # with what it was built for
-    facts: dict[str, Any] = {"date": datetime.date.today().isoformat(), "versions": build}
+    facts: dict[str, Any] = {"date": datetime.date.today().isoformat(), "versions": versions("optuna")}
     begun = time.perf_counter()
     try:
         trial = trial_config(config, claim.number, claim.params)

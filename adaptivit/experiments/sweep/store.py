@@ -3,7 +3,6 @@
 OUT/sweep.json     what is searched, with versions; another search in the same place is refused
 OUT/journal.log    Optuna's journal: study "sweep"
 OUT/.locks/        one lock for choosing a trial, one for each trial that runs
-Nothing here imports torch.
 
 A trial belongs to a point (its number). Who runs it holds its lock, which the system takes back when the process
 dies: a trial that says it runs, but whose lock is free, is run again.
@@ -14,17 +13,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
 from ...errors import UserError
 from ...utils.atomic_io import write_json
+from ...utils.environment import versions
 from .config import FREE, TRIALS, SweepConfig
 from .space import Axis, Params, points, total
 
@@ -147,7 +144,7 @@ class Store:
         new = json.loads(json.dumps({**train, **mine}))
         path = self.out / "sweep.json"
         if not path.exists():
-            write_json(path, {"sweep": new, "versions": versions()})
+            write_json(path, {"sweep": new, "versions": versions("optuna")})
             return
         try:
             old = dict(json.loads(path.read_text())["sweep"])
@@ -246,7 +243,7 @@ class Store:
         self._tell(claim, facts, state=self.optuna.trial.TrialState.FAIL)
 
     def _tell(self, claim: Claim, facts: dict[str, Any], **told: Any) -> None:
-        facts = {"versions": versions(), **facts}
+        facts = {"versions": versions("optuna"), **facts}
         for name in sorted(facts, key=lambda name: name == "reason"):  # the reason says that the rest is there
             claim.trial.set_user_attr(name, facts[name])
         self.study.tell(claim.trial, **told)
@@ -265,11 +262,6 @@ class Store:
                 number = trial.user_attrs["number"]
                 found[number] = Record(number, dict(trial.params), status, facts)
         return [found[number] for number in sorted(found)]
-
-
-def versions() -> dict[str, str]:
-    others = {name: metadata.version(name) for name in ("torch", "optuna")}
-    return {"adaptivit": __version__, **others, "python": platform.python_version()}
 
 
 @contextlib.contextmanager
