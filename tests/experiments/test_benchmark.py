@@ -22,10 +22,11 @@ from adaptivit.evaluation import halting_profiles
 from adaptivit.evaluation.timing import Timing, interleaved
 from adaptivit.experiments.benchmark import contenders
 from adaptivit.experiments.benchmark import run as benchmark
-from adaptivit.experiments.benchmark.charts import COLUMNS, Row, append, bars, label, read, speed_against_macs
+from adaptivit.experiments.benchmark.charts import COLUMNS, Row, bars, label, read, speed_against_macs
 from adaptivit.experiments.benchmark.config import BenchmarkConfig
 from adaptivit.experiments.benchmark.contenders import BEST, OWN, TIMM, Padded, Product, with_product
 from adaptivit.model import AdaptiveViT
+from adaptivit.utils.csv import append_csv
 from tests.support.commands import refused, run
 from tests.support.data_sets import folder
 from tests.support.models import assert_close, pictures, randomise, tiny
@@ -334,10 +335,10 @@ def test_another_file_is_left_alone_and_other_columns_are_kept(tmp_path: Path, c
     path = tmp_path / "benchmark.csv"
     path.write_text("a,b\n1,2\n")
     words = ("benchmark", "--backbones", "digits_vit", "--img-size", 32, "--device", "cpu", "--skip-compiled")
-    assert "no CSV file of a benchmark" in refused(capsys, *words, "--out", tmp_path)
+    assert "not a benchmark's CSV file" in refused(capsys, *words, "--out", tmp_path)
     assert path.read_text() == "a,b\n1,2\n"
     path.write_text("contender,ms_p50,status,mine\nx,1,ok,2\n")
-    append(path, [dict.fromkeys(COLUMNS, "")])
+    append_csv(path, dict.fromkeys(COLUMNS, ""), columns=COLUMNS)
     with path.open(newline="") as file:
         old, new = csv.DictReader(file)
     assert (old["mine"], old["contender"], old["gmacs"], new["mine"]) == ("2", "x", "", "")
