@@ -54,6 +54,7 @@ class Drop:
     zero_on_exit: bool = False  # what a dense head sees of a token that left: zeros (A-ViT) instead of its last value
     readout_weight: Tensor | None = None
     tokens_left: int | None = None
+    staying: Tensor | None = None  # [B, N] bool: active and not leaving, where the policy knows it; not recorded
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Merge:
 
 Decision = Keep | Drop | Skip | Merge
 _FIELDS = {  # torch.compile reads this
-    kind: tuple(f.name for f in fields(kind) if f.name not in ("left_counts",)) for kind in (Keep, Drop, Skip, Merge)
+    kind: tuple(f.name for f in fields(kind) if f.name not in ("staying", "left_counts"))
+    for kind in (Keep, Drop, Skip, Merge)
 }
 
 

@@ -43,6 +43,7 @@ def forward(
         run.layout.layer = layer
         ctx = BlockContext(run, layer, run.aux)
         request = EvidenceRequest(policy.evidence(layer, run.aux), policy.evidence_index, policy.evidence_gradient)
+        request.gate = policy.fused_gate(ctx, state)
 
         run.apply(layer, "before", policy.before(ctx, state))
         run.enter_attention(layer)
@@ -54,6 +55,7 @@ def forward(
         run.enter_mlp(ctx, request)
         executor.mlp(block, run.layout, request)
         ctx.evidence.update(request.found or {})
+        run.stack_in_kernel = run.stack_in_kernel or "gate" in ctx.evidence
 
         run.layout.unskip()
         run.apply(layer, "after", policy.after(ctx, state))
@@ -93,7 +95,7 @@ class PassState:
         self.readout_sum: Tensor | None = None  # [B, head_tokens, D] weighted sum for the readout
         self.zeroed: tuple[Tensor, Tensor] | None = None  # tokens set to zero [B, N], and their last values [B, N, D]
         self.prefix_only_mlp = False  # the last MLP runs on the rows that the head reads
-        self.stack_in_kernel = False  # some masks come from kernels of ours: merges and selections
+        self.stack_in_kernel = False  # some masks come from kernels of ours: gates, merges and selections
         self.added_macs: list[AddedMacs] = []  # beside the blocks
         self._patch_slots: Tensor | None = None
         self.recorded_scores: list[tuple[int, Tensor]] = []  # (block, [B, N] what patches were ranked by)

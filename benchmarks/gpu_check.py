@@ -32,6 +32,7 @@ from adaptivit.kernels import (
     patch_embed,
     ragged_attention,
     scores_and_keys,
+    threshold_gate,
     topk,
     unskip,
     weighted_attention,
@@ -67,11 +68,42 @@ def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
     if norm_linear.split(width):
         want64 = norm_linear.reference(d64[0], d64[4], d64[5], 1e-6, d64[1], d64[2], index, count, 5, True)
         for expected in (9, 500):
-            made = norm_linear.norm_linear(x, c, scale, 1e-6, w, b, index, count, 5, True, expected)
+            given = launch.KernelRows(x, index, count, expected)
+            made = norm_linear.norm_linear(given, c, scale, 1e-6, w, b, 5, True)[:3]
             for part, out, want in zip(("out", "kept", "seen"), made, want64, strict=True):
                 assert out is not None
                 assert want is not None
                 close(f"norm_linear {part}, tile for {expected}, {name}", out[:live], want[:live], BOUND[dtype])
+
+
+def check_gate(dtype: torch.dtype, images: int, moves: bool) -> None:
+    """The gate inside fc1; the element itself is compared in check_rows."""
+    slots, width = 197, 384
+    own = torch.arange(images * slots, device="cuda", dtype=torch.int32)
+    stay = torch.rand(images, slots, device="cuda") < (0.6 if moves else 1.0)
+    place, cells, offsets, index = pack_index.order(stay, own)
+    w, b = noise(4 * width, width, dtype=dtype) * width**-0.5, noise(4 * width, dtype=dtype)
+    x, gain, offset = noise(images * slots, width, dtype=dtype), noise(width, dtype=dtype), noise(width, dtype=dtype)
+    scale, shift0 = (torch.full((12,), value, device="cuda", dtype=dtype)[3] for value in (1.5, -0.5))
+    total, shift = torch.rand(images, slots, device="cuda"), torch.randn(images, 1, device="cuda")
+    gate = threshold_gate.ThresholdGate(scale, shift0, shift, 0.99, 1, total, stay & (torch.rand_like(total) < 0.9))
+    rows = launch.KernelRows(x, index if moves else None, offsets[-1:] if moves else None, images * slots)
+    where = (cells, place) if moves else (None, None)
+    given = (rows, gain, offset, 1e-6, w, b, 5, True)
+    out, kept, element, found = norm_linear.norm_linear(*given, gate=gate, where=where)
+    plain = norm_linear.norm_linear(*given)
+    live, name = int(offsets[-1]), f"{str(dtype)[6:]}, {images} images{', moved' * moves}"
+    assert element is not None
+    assert found is not None
+    same(f"gate leaves the product alone, {name}", (out[:live], kept[:live]), (plain[0][:live], plain[1][:live]))
+    element[live:] = 0.0
+    want = threshold_gate.reference(element, gate, *where)
+    close(f"gate score, {name}", found.score, want.score, 1e-6)
+    close(f"gate total, {name}", found.total, want.total, 1e-6)
+    edge = (want.total - gate.threshold).abs() < 1e-5
+    if moves:
+        same(f"gate, of rows, {name}", (found.active_rows[:live],), (found.active.flatten()[cells[:live].long()],))
+    same(f"gate active, {name}", (found.active | edge,), (want.active | edge,))
 
 
 def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
@@ -298,6 +330,8 @@ def check_kernels() -> None:
             attempt("rows", lambda d=dtype, w=width, n=live, r=room: check_rows(d, w, n, r))  # type: ignore[misc]
         for width in (32, 64, 80):
             attempt("attention", lambda d=dtype, w=width: check_attention(d, w, [1, 0, 197, 64, 33]))  # type: ignore[misc]
+        for images, moves in ((1, False), (1, True), (5, True)):
+            attempt("gate", lambda d=dtype, i=images, m=moves: check_gate(d, i, m))  # type: ignore[misc]
         attempt("long", lambda d=dtype: check_attention(d, 64, [1025, 1, 577]))  # type: ignore[misc]
         for width, tokens in ((64, 197), (32, 1), (80, 65), (64, 1025)):
             for kind in (False, True):

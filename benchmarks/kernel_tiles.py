@@ -20,6 +20,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 from adaptivit.kernels import linear, norm, norm_linear
+from adaptivit.kernels.launch import KernelRows
 
 LINEAR = [
     linear.Tile(m, n, k, warps, stages, residents, parts)
@@ -89,7 +90,9 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
                 if tile is None:  # two kernels
                     y, _, _ = norm.norm(x, gain, offset, 1e-6, None, count)
                     return linear.linear(y, w, b, None, None, count, g, rows)
-                return norm_linear.run(x, gain, offset, 1e-6, w, b, None, count, -1, g, tile)[0]
+                return norm_linear.norm_linear(KernelRows(x, count=count), gain, offset, 1e-6, w, b, gelu=g, tile=tile)[
+                    0
+                ]
 
             f32 = [t.float() for t in (x, gain, offset)]
             want = norm_linear.reference(*f32, 1e-6, weight.float(), bias.float(), None, count, -1, gelu)[0]  # type: ignore[misc]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.threshold_gate import ThresholdGate
 from ..layouts import Layout
 from ..layouts.similarity import mean_key
 
@@ -30,6 +31,7 @@ class EvidenceRequest:
     wanted: frozenset[str] = frozenset()
     index: int = 0  # the element of the hidden layer for "fc1"
     gradient: bool = False  # whether attention and keys carry one
+    gate: ThresholdGate | None = None  # a decision that fc1 may take on the way; an executor that does gives "gate"
     found: dict[str, Any] | None = None
 
     def give(self, name: str, value: Any) -> None:

@@ -131,6 +131,8 @@ def measure(model: AdaptiveViT, batch: int, live: Sequence[float]) -> Times:
         if kind == "masks":
             layout.plan = RowSchedule(frozenset(), layout.plan.rows)
             layout.drop(Drop(slot >= max(count - 1, 1)))
+            if batch * count <= FEW_ROWS:  # a mask for rows comes with the gate (kernels/threshold_gate.py)
+                layout.remember(layout.active, layout.active.flatten()[layout.cells])
         for layer in range(number):
             layout.layer = layer
             if layer and kind == "moves":

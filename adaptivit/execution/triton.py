@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones.protocol import Backbone
-from ..kernels.launch import usable
+from ..kernels.launch import KernelRows, usable
 from ..kernels.linear import linear
 from ..kernels.norm import norm
 from ..kernels.norm_linear import norm_linear, split
 from ..kernels.patch_embed import patches
+from ..kernels.threshold_gate import GateResult, ThresholdGate
 from ..layouts import PackedOnDevice
-from ..layouts.base import KernelRows
 from .evidence import EvidenceRequest, collect_evidence
 from .torch import Executor
 
@@ -63,7 +63,7 @@ class TritonExecutor(Executor):
 
     def attention(self, block: Any, layout: PackedOnDevice, request: EvidenceRequest) -> None:  # type: ignore[override]
         weights, rows = self.backbone.attention_weights(block), layout.kernel_rows()
-        qkv, kept, _ = _normed(rows, weights.norm, weights.qkv, self._scratch_width(block))
+        qkv, kept, *_ = _normed(rows, weights.norm, weights.qkv, self._scratch_width(block))
         count, expected = rows.count, rows.expected
         layout.put(kept)
         del rows  # what it holds is not needed any more, nor is qkv further down: memory is reused
@@ -79,14 +79,17 @@ class TritonExecutor(Executor):
     def mlp(self, block: Any, layout: PackedOnDevice, request: EvidenceRequest) -> None:  # type: ignore[override]
         weights, rows = self.backbone.mlp_weights(block), layout.kernel_rows()
         probe = request.index if "fc1" in request.wanted else -1
-        hidden, kept, element = _normed(
-            rows, weights.norm, weights.fc1, self._scratch_width(block), gelu=True, probe=probe
-        )
+        gate = request.gate if probe >= 0 and _few(rows) and _one_row_a_cell(layout, rows) else None
+        space, where = self._scratch_width(block), (None, None) if gate is None else layout.where
+        hidden, kept, element, gated = _normed(rows, weights.norm, weights.fc1, space, True, probe, gate, where)
         count, expected = rows.count, rows.expected
         layout.put(kept)
         del rows
         if element is not None:
             request.give("fc1", layout.to_grid(element))
+        if gated is not None:
+            request.give("gate", gated)
+            layout.remember(gated.active, gated.active_rows)
         fc2 = weights.fc2
         layout.put(linear(hidden, fc2.weight, fc2.bias, kept, weights.scale, count, False, expected))
 
@@ -96,16 +99,34 @@ class TritonExecutor(Executor):
         return max(qkv.out_features, fc1.out_features)
 
 
+def _few(rows: KernelRows) -> bool:
+    """Whether norm and product are one kernel."""
+    return rows.expected <= FEW_ROWS and split(rows.rows.shape[1]) is not None
+
+
+def _one_row_a_cell(layout: PackedOnDevice, rows: KernelRows) -> bool:
+    """Whether a gate on rows decides about the whole grid: there is room for every cell, and no token is skipped."""
+    room = len(rows.rows if rows.index is None else rows.index)
+    return room == layout.alive.numel() and layout.active is layout.alive
+
+
 def _normed(
-    rows: KernelRows, norm1: nn.LayerNorm, product: nn.Linear, space: int, *, gelu: bool = False, probe: int = -1
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Norm and product: out [R, N], the rows themselves at their new place [R, D], an element of the product [R]."""
-    gain, offset, eps = norm1.weight, norm1.bias, norm1.eps
-    rest: Any = (rows.count, probe, gelu, rows.expected, space)
-    if rows.expected <= FEW_ROWS and split(rows.rows.shape[1]) is not None:
-        return norm_linear(rows.rows, gain, offset, eps, product.weight, product.bias, rows.index, *rest)
-    row = None if probe < 0 else product.weight[probe]
-    shift = None if probe < 0 or product.bias is None else product.bias[probe : probe + 1]
+    rows: KernelRows,
+    norm_: nn.LayerNorm,
+    product: nn.Linear,
+    space: int,
+    gelu: bool = False,
+    probe: int = -1,
+    gate: ThresholdGate | None = None,
+    where: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor | None, GateResult | None]:
+    """Norm and product: out [R, C], the rows themselves at their new place [R, D], element `probe` of the product [R],
+    and what a gate on it yields."""
+    gain, offset, eps, weight, bias = norm_.weight, norm_.bias, norm_.eps, product.weight, product.bias
+    if _few(rows):
+        return norm_linear(rows, gain, offset, eps, weight, bias, probe, gelu, space, gate, where)
+    row = None if probe < 0 else weight[probe]
+    shift = None if probe < 0 or bias is None else bias[probe : probe + 1]
     y, kept, element = norm(rows.rows, gain, offset, eps, rows.index, rows.count, row, shift)
-    out = linear(y, product.weight, product.bias, None, None, rows.count, gelu, rows.expected, space)
-    return out, kept, element
+    out = linear(y, weight, bias, None, None, rows.count, gelu, rows.expected, space)
+    return out, kept, element, None

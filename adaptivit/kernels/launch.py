@@ -23,6 +23,7 @@ except ImportError:  # torch for CPUs comes without it
 __all__ = [
     "INTERPRETED",
     "LOG2E",
+    "KernelRows",
     "Log2",
     "alike",
     "as_pointer",
@@ -83,6 +84,16 @@ def blank(rows: int, width: int, space: int, like: Tensor) -> Tensor:
 def live(rows: Tensor | None, values: Tensor) -> int:
     """Live rows on the host, for the references alone."""
     return len(values) if rows is None else int(rows[0])
+
+
+@dataclass(frozen=True)
+class KernelRows:
+    """Rows as the kernels take them."""
+
+    rows: Tensor  # [R', D]
+    index: Tensor | None = None  # [R] where each row is to be taken from first
+    count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
+    expected: int = 0  # rows that are expected: they choose tiles
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,33 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """LayerNorm and the product behind it in one kernel, for few rows: out = [GELU](LayerNorm(x) W^T + b).
 
-Shapes: R rows that there is room for, of which `rows` [1] are live; D width in, N width out. x [R', D], index [R] into
-it, W [N, D], b [N]. As in norm.py, rows may move on the way (kept), and one element of the product may be seen before
-its GELU.
+Shapes: B images, N slots; R rows that there is room for, of which `rows` [1] are live; K width in, C width out. x [R',
+K], index [R] into it, W [C, K], b [C]. As in norm.py, rows may move on the way (kept), and one element of the product
+may be read before its GELU (element). The program that reads it may also sum scores of it against a threshold
+(threshold_gate.py).
 
-Every program norms its rows anew, which is work done several times over, but saves a launch and a trip to memory. With
-many rows the two kernels of norm.py and linear.py are faster.
+Every program norms its rows again, which repeats work, but saves a launch and a trip to memory. With many rows the two
+kernels of norm.py and linear.py are faster.
 
 A row is held in two parts, since the widths of ViTs are 2^k or 3 2^k and tiles are powers of two.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import norm as norms
-from .launch import blank, precision, tl, triton
+from .launch import KernelRows, blank, precision, tl, triton
+from .threshold_gate import GateResult, ThresholdGate
 
 if triton is not None:
     from .linear import _gelu
+    from .threshold_gate import _gate_cells_without_rows, _gate_rows
 
 
 def reference(
@@ -38,16 +42,15 @@ def reference(
     probe: int = -1,
     gelu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out [R, N], kept [R, D] and seen [R]: element `probe` before the GELU. Rows that are not live are zero or b."""
+    """out [R, C], kept [R, K], element `probe` [R] before the GELU. Rows that are not live are zero or b."""
     row = None if probe < 0 else weight[probe]
     shift = None if probe < 0 or bias is None else bias[probe : probe + 1]
-    y, kept, seen = norms.reference(x, norm_weight, norm_bias, eps, index, rows, row, shift)
+    y, kept, element = norms.reference(x, norm_weight, norm_bias, eps, index, rows, row, shift)
     out = F.linear(y, weight, bias)
-    return F.gelu(out) if gelu else out, kept, seen
+    return F.gelu(out) if gelu else out, kept, element
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rows and columns of a tile, warps."""
 
     m: int
@@ -56,7 +59,7 @@ class Tile:
 
 
 def tile_for(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """Measured on an H200 (benchmarks/LOG.md), by the rows that are expected and the width out."""
+    """Measured on an H200 (docs/results/log.md), by the rows that are expected and the width out."""
     if dtype == torch.float32:
         return Tile(32, 32, 4)
     if rows <= 32:
@@ -79,20 +82,34 @@ if triton is not None:
 
     @triton.jit
     def _norm_linear_kernel(
-        x_pointer,
-        norm_weight_pointer,
-        norm_bias_pointer,
-        weight_pointer,
-        bias_pointer,
-        index_pointer,
-        rows_pointer,
-        out_pointer,
-        kept_pointer,
-        seen_pointer,
+        x_pointer,  # [R', K]
+        norm_weight_pointer,  # [K]
+        norm_bias_pointer,  # [K]
+        weight_pointer,  # [C, K]
+        bias_pointer,  # [C]
+        index_pointer,  # [R]
+        rows_pointer,  # [1]
+        out_pointer,  # [R, C]
+        kept_pointer,  # [R, K]
+        element_pointer,  # [R]
+        cells_pointer,  # [R], and from here on as in threshold_gate.py
+        place_pointer,  # [B N]
+        total_pointer,  # [B, N]
+        active_pointer,  # [B, N]
+        scale_pointer,  # []
+        offset_pointer,  # []
+        shift_pointer,  # [B]
+        score_out,  # [B, N]
+        total_out,  # [B, N]
+        active_out,  # [B, N]
+        active_rows_out,  # [R]
         room,
         probe,
         eps,
-        N: tl.constexpr,
+        threshold,
+        slots,
+        first_slot,
+        C: tl.constexpr,
         LEFT: tl.constexpr,
         RIGHT: tl.constexpr,
         TM: tl.constexpr,
@@ -102,45 +119,53 @@ if triton is not None:
         PROBED: tl.constexpr,
         BIAS: tl.constexpr,
         GELU: tl.constexpr,
+        GATED: tl.constexpr,
+        MOVED: tl.constexpr,  # rows are not in their cells
+        SHIFTED: tl.constexpr,
         EXACT: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        D: tl.constexpr = LEFT + RIGHT
+        K: tl.constexpr = LEFT + RIGHT
         rows = room
         if COUNTED:
             rows = tl.load(rows_pointer)
-        groups: tl.constexpr = (N + TN - 1) // TN
+        groups: tl.constexpr = (C + TN - 1) // TN
         group = tl.program_id(0) % groups
         row = tl.program_id(0) // groups * TM + tl.arange(0, TM)
+        if GATED and MOVED:  # noqa: SIM102 - known when it is compiled
+            if group == 0:
+                _gate_cells_without_rows(
+                    row, row < room, place_pointer, total_pointer, score_out, total_out, active_out
+                )
         if tl.program_id(0) // groups * TM < rows:
-            there = row < rows
+            live = row < rows
             n = group * TN + tl.arange(0, TN)
-            inside = n < N
+            inside = n < C
             source = row
             if MOVES:
-                source = tl.load(index_pointer + row, mask=there, other=0)
+                source = tl.load(index_pointer + row, mask=live, other=0)
             a = tl.arange(0, LEFT)
             b = LEFT + tl.arange(0, RIGHT)
-            at = source.to(tl.int64)[:, None] * D
-            left = tl.load(x_pointer + at + a[None, :], mask=there[:, None], other=0.0)
-            right = tl.load(x_pointer + at + b[None, :], mask=there[:, None], other=0.0)
+            at = source.to(tl.int64)[:, None] * K
+            left = tl.load(x_pointer + at + a[None, :], mask=live[:, None], other=0.0)
+            right = tl.load(x_pointer + at + b[None, :], mask=live[:, None], other=0.0)
             if MOVES:
-                mine = there & (group == 0)
-                here = row.to(tl.int64)[:, None] * D
-                tl.store(kept_pointer + here + a[None, :], left, mask=mine[:, None])
-                tl.store(kept_pointer + here + b[None, :], right, mask=mine[:, None])
+                mine = live & (group == 0)
+                to = row.to(tl.int64)[:, None] * K
+                tl.store(kept_pointer + to + a[None, :], left, mask=mine[:, None])
+                tl.store(kept_pointer + to + b[None, :], right, mask=mine[:, None])
             x = left.to(tl.float32)
             z = right.to(tl.float32)
-            mean = (tl.sum(x, 1) + tl.sum(z, 1)) / D
+            mean = (tl.sum(x, 1) + tl.sum(z, 1)) / K
             x -= mean[:, None]
             z -= mean[:, None]
-            scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(z * z, 1)) / D + eps)[:, None]
+            scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(z * z, 1)) / K + eps)[:, None]
             x = x * scale * tl.load(norm_weight_pointer + a).to(tl.float32)[None, :]
             z = z * scale * tl.load(norm_weight_pointer + b).to(tl.float32)[None, :]
             x = (x + tl.load(norm_bias_pointer + a).to(tl.float32)[None, :]).to(left.dtype)
             z = (z + tl.load(norm_bias_pointer + b).to(tl.float32)[None, :]).to(right.dtype)
-            w = tl.load(weight_pointer + n[:, None] * D + a[None, :], mask=inside[:, None], other=0.0)
-            v = tl.load(weight_pointer + n[:, None] * D + b[None, :], mask=inside[:, None], other=0.0)
+            w = tl.load(weight_pointer + n[:, None] * K + a[None, :], mask=inside[:, None], other=0.0)
+            v = tl.load(weight_pointer + n[:, None] * K + b[None, :], mask=inside[:, None], other=0.0)
             total = tl.dot(x, w.T, input_precision=PRECISION)
             total = tl.dot(z, v.T, total, input_precision=PRECISION)
             if BIAS:
@@ -148,13 +173,19 @@ if triton is not None:
             if PROBED:
                 first = group * TN
                 if (probe >= first) & (probe < first + TN):
-                    seen = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
-                    tl.store(seen_pointer + row, seen, mask=there)
+                    element = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
+                    tl.store(element_pointer + row, element, mask=live)
+                    if GATED:
+                        _gate_rows(
+                            *(element, row, live, cells_pointer, total_pointer, active_pointer),
+                            *(scale_pointer, offset_pointer, shift_pointer, score_out, total_out, active_out),
+                            *(active_rows_out, threshold, slots, first_slot, MOVED, SHIFTED),
+                        )
             if GELU:
                 total = _gelu(total, EXACT)
-            to = row.to(tl.int64)[:, None] * N + n[None, :]
+            to = row.to(tl.int64)[:, None] * C + n[None, :]
             out_type = out_pointer.dtype.element_ty
-            tl.store(out_pointer + to, total.to(out_type), mask=there[:, None] & inside[None, :])
+            tl.store(out_pointer + to, total.to(out_type), mask=live[:, None] & inside[None, :])
 
 
 @torch.library.custom_op("adaptivit::norm_linear", mutates_args=())
@@ -169,88 +200,102 @@ def _norm_linear(
     rows: Tensor | None,
     probe: int,
     gelu: bool,
-    expected: int,
-    space: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tile = tile_for(expected, len(weight), x.dtype)
-    return run(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, tile, space)
-
-
-def run(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    rows: Tensor | None,
-    probe: int,
-    gelu: bool,
-    tile: Tile,
-    space: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel with a tile of one's own; kept and seen are empty where nothing moves and nothing is read."""
-    room, parts = len(x if index is None else index), split(x.shape[1])
+    space: int,
+    tile: Sequence[int],
+    gate: Sequence[Tensor],
+    shift: Tensor | None,
+    threshold: float,
+    first_slot: int,
+    cells: Tensor | None,
+    place: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gate: scale, offset, total and active, or nothing. Outputs that are not wanted are empty."""
+    room, parts, (tall, wide, warps) = len(x if index is None else index), split(x.shape[1]), tile
     assert parts is not None
+    assert not gate or probe >= 0
+    assert not gate or cells is None or room == gate[2].numel()
     out = blank(room, len(weight), space, x)
-    kept = x.new_empty(0) if index is None else torch.empty(room, x.shape[1], dtype=x.dtype, device=x.device)
-    seen = x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
-    groups = triton.cdiv(len(weight), tile.n)
-    _norm_linear_kernel[(triton.cdiv(room, tile.m) * groups,)](
-        x,
-        norm_weight,
-        norm_bias,
-        weight,
-        weight if bias is None else bias,
-        x if index is None else index,
-        x if rows is None else rows,
-        out,
-        kept,
-        seen,
+    kept, *results = _outputs(x, room, index, probe, gate, cells)
+    scale, offset, total, active = gate or [x] * 4
+    tensors = [x, norm_weight, norm_bias, weight, bias, index, rows, out, kept, results[0]]
+    tensors += [cells, place, total, active, scale, offset, shift, *results[1:]]
+    _norm_linear_kernel[(triton.cdiv(room, tall) * triton.cdiv(len(weight), wide),)](
+        *(x if t is None else t.view(torch.uint8) if t.dtype == torch.bool else t for t in tensors),
         room,
         probe,
         eps,
-        N=len(weight),
+        threshold,
+        total.shape[1],
+        first_slot,
+        C=len(weight),
         LEFT=parts[0],
         RIGHT=parts[1],
-        TM=tile.m,
-        TN=tile.n,
+        TM=tall,
+        TN=wide,
         MOVES=index is not None,
         COUNTED=rows is not None,
         PROBED=probe >= 0,
         BIAS=bias is not None,
         GELU=gelu,
+        GATED=bool(gate),
+        MOVED=cells is not None,
+        SHIFTED=shift is not None,
         EXACT=x.dtype == torch.float32,
         PRECISION=precision(x.dtype),
-        num_warps=tile.warps,
+        num_warps=warps,
     )
-    return out, kept, seen
+    score, total, active, active_rows = results[1:]
+    return out, kept, results[0], score, total, active, active_rows
+
+
+def _outputs(
+    x: Tensor, room: int, index: Tensor | None, probe: int, gate: Sequence[Tensor], cells: Tensor | None
+) -> list[Tensor]:
+    """Memory for kept, element, score, total, active and active_rows; rows of their own only where rows have moved."""
+    grid = gate[2].shape if gate else (0,)
+    moved, read = (0,) if index is None else (room, x.shape[1]), (room if probe >= 0 else 0,)
+    sizes = (moved, read, grid, grid, grid, (0,) if cells is None else (room,))
+    kinds = (x.dtype, torch.float32, torch.float32, torch.float32, torch.bool, torch.bool)
+    return [x.new_empty(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
 
 
 @_norm_linear.register_fake
-def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space=0):
+def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space, tile, gate, *rest):
     room = x.shape[0] if index is None else index.shape[0]
-    kept = x.new_empty(0) if index is None else x.new_empty(room, x.shape[1])
-    return x.new_empty(room, weight.shape[0]), kept, x.new_empty(room if probe >= 0 else 0, dtype=torch.float32)
+    return x.new_empty(room, weight.shape[0]), *_outputs(x, room, index, probe, gate, rest[3])
 
 
 def norm_linear(
-    x: Tensor,
+    rows: KernelRows,
     norm_weight: Tensor,
     norm_bias: Tensor,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
-    index: Tensor | None,
-    rows: Tensor | None,
-    probe: int,
-    gelu: bool,
-    expected: int,
+    probe: int = -1,
+    gelu: bool = False,
     space: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference; what is not live is not written. `expected` rows choose the tile; any number of them is right.
-    `space`: see kernels.blank."""
-    given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, expected, space)
-    out, kept, seen = _norm_linear(*given)
-    return out, x if index is None else kept, None if probe < 0 else seen
+    gate: ThresholdGate | None = None,
+    where: tuple[Tensor | None, Tensor | None] = (None, None),
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, GateResult | None]:
+    """As the reference; what is not live is not written. `where`: cells [R] and place [B N] of rows that have moved,
+    for the gate. `space`: see launch.blank. A tile changes the speed alone; default: by the expected rows."""
+    x, index = rows.rows, rows.index
+    tile = tile or tile_for(rows.expected, len(weight), x.dtype)
+    given = (x, norm_weight, norm_bias, eps, weight, bias, index, rows.count, probe, gelu, space, tile)
+    knows, shift, numbers = [], None, (0.0, 0)
+    if gate is not None:
+        knows = [gate.scale, gate.offset, gate.total.contiguous(), gate.active.contiguous()]
+        shift, numbers = gate.shift, (gate.threshold, gate.first)
+    out, kept, element, *result = _norm_linear(
+        *given, knows, None if shift is None else shift.contiguous(), *numbers, *where
+    )
+    if where[0] is None:  # rows are in their cells
+        result[3] = result[2].flatten()
+    return (
+        out,
+        x if index is None else kept,
+        None if probe < 0 else element,
+        None if gate is None else GateResult(*result),
+    )

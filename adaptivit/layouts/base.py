@@ -62,16 +62,6 @@ class RowSchedule:
         return self.rows[layer] if layer < len(self.rows) else room
 
 
-@dataclass(frozen=True)
-class KernelRows:
-    """A layout's rows as the fused kernels take them."""
-
-    rows: Tensor  # [R, D]
-    index: Tensor | None = None  # [R] where each row is to be taken from first
-    count: Tensor | None = None  # [1] live rows, where they are fewer than there is room for
-    expected: int = 0  # rows that are expected
-
-
 class Layout(ABC):
     """The rows of one forward pass. A fresh one is made for every call of a model."""
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..kernels import attention, attention_scores, pack_index, ragged_attention
-from ..kernels.launch import Log2, run_on
+from ..kernels.launch import KernelRows, Log2, run_on
 from ..kernels.merge import merge
 from ..kernels.scores_and_keys import looks
 from ..kernels.unskip import back
-from .base import KernelRows, Layout, RowSchedule, same_count
+from .base import Layout, RowSchedule, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
 
@@ -41,6 +41,7 @@ class PackedOnDevice(Layout):
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
         self._sizes: Log2 | None = None  # of the rows as they are
+        self._known: tuple[Tensor, Tensor] | None = None  # active tokens [B, N], and the same for every row [R]
         self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor, tuple[bool, bool, bool], Tensor | None] | None = None
 
@@ -59,6 +60,15 @@ class PackedOnDevice(Layout):
         return KernelRows(self._held, self._index, count, expected)
 
     @property
+    def where(self) -> tuple[Tensor | None, Tensor | None]:
+        """cells and place, where rows have moved."""
+        return (self.cells, self.place) if self._moved else (None, None)
+
+    def remember(self, active: Tensor, rows: Tensor) -> None:
+        """Tokens [B, N] that are active once others have left, and the same for every row [R] as rows are now."""
+        self._known = (active, rows)
+
+    @property
     def longest(self) -> int:
         """At least as many rows as any image has."""
         return self.slots
@@ -72,10 +82,10 @@ class PackedOnDevice(Layout):
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
-        self._sizes = None
+        self._known = self._sizes = None
 
     def drop(self, decision: Drop) -> None:
-        stay = self.alive > decision.leaving  # one kernel
+        stay = self.alive > decision.leaving if decision.staying is None else decision.staying  # one kernel or none
         self._park(decision.leaving if decision.zero_on_exit else None)
         self.alive = self.active = stay
         if self.plan.moves_after(self.layer):
@@ -106,7 +116,7 @@ class PackedOnDevice(Layout):
         count = offsets[-1:] if kind[0] else None
         self.put(back(rows, cells, self.rows, self.place, gate, count))
         self.cells, self.place, self.offsets = cells, place, offsets
-        self._sizes = None
+        self._known = self._sizes = None
         self._counted, self._thin, self._moved = kind
         self.active, self._aside = self.alive, None
 
@@ -136,6 +146,8 @@ class PackedOnDevice(Layout):
             return None
         if self._sizes is not None and not self._thin:
             return self._sizes
+        if self.size is None and self._known is not None and self._known[0] is self.active:
+            return self._known[1]
         weight = self.active if self.size is None else self.size * self.active if self._thin else self.size
         return weight.flatten()[self.cells] if self._moved else weight.flatten()
 

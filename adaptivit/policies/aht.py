@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep, Trace
 from ..errors import UserError
+from ..kernels.threshold_gate import ThresholdGate
 from ..utils.batch_rng import draw
 from .base import Policy
 from .common import check_blocks, fold
@@ -154,6 +155,18 @@ class AHT(Policy):
         halting = Halting(halts, settings.threshold, settings.eps, settings.tau, ctx.cached_full)
         return State(halting, torch.ones(halts.shape, device=device), shift)
 
+    def fused_gate(self, ctx: BlockContext, state: State) -> ThresholdGate | None:
+        """The paper's supervisor: it reads fc1 and nothing else, and halted tokens are dropped."""
+        settings, halting = self.settings, state.halting
+        paper = (settings.feature, settings.decide, settings.leave) == ("fc1", "after", "drop")
+        more = settings.relative > 0 or settings.plan_weight > 0 or ctx.limited or type(self)._score is not AHT._score
+        if not paper or more or ctx.last or not self.decides(ctx.layer) or torch.is_grad_enabled():
+            return None
+        first = self.shape.num_prefix_tokens if settings.class_token == "stays" else 0
+        gamma, beta = self._gate_of(ctx.layer)
+        threshold = settings.threshold - settings.eps
+        return ThresholdGate(gamma, beta, state.shift, threshold, first, halting.cumulative, halting.going)
+
     def _gate_of(self, block: int) -> tuple[Tensor, Tensor]:
         """gamma and beta, of all blocks or of this one."""
         gamma, beta = (p if p.ndim == 0 else p[block] for p in (self.gamma, self.beta))
@@ -178,15 +191,22 @@ class AHT(Policy):
     def _decide(self, ctx: BlockContext, state: State) -> Decision:
         settings, layer, halting = self.settings, ctx.layer + 1, state.halting
         spared = not self.decides(ctx.layer)
-        surplus = None if spared else ctx.over_limit
-        score, margin = self._score(ctx, state)
-        full, mass = halting.step(score, layer, ctx.last, surplus=surplus, margin=margin)
+        gate = ctx.evidence.get("gate")
+        if gate is None:
+            surplus = None if spared else ctx.over_limit
+            score, margin = self._score(ctx, state)
+            full, mass = halting.step(score, layer, ctx.last, surplus=surplus, margin=margin)
+        else:
+            if "features" in ctx.aux:
+                state.features.append(self._feature(ctx))
+            full, mass = halting.take(gate, layer)
         share = mass if settings.class_token == "mean_field" else None
         if spared:
             return Keep(readout_weight=share)
         weight = halting.presence[-1] if settings.straight_through else None
         if settings.leave == "drop":
-            return Drop(full, key_weight=weight, zero_on_exit=settings.halted == "zeroed", readout_weight=share)
+            stays, zeroed = None if gate is None else gate.active, settings.halted == "zeroed"
+            return Drop(full, key_weight=weight, zero_on_exit=zeroed, readout_weight=share, staying=stays)
         merge_weight = None
         if settings.feature in ("class_row", "worth"):  # as fold: who is attended to has more to merge_weight in a mean
             merge_weight = state.size * ctx.evidence["class_row"].clamp_min(1e-9) ** 0.5

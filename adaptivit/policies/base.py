@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..cost import CostModel, Shape
 from ..decision import Decision
+from ..kernels.threshold_gate import ThresholdGate
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
@@ -57,6 +58,11 @@ class Policy(nn.Module):
 
     def start(self, ctx: BlockContext) -> Any:
         """A fresh state for one forward pass."""
+        return None
+
+    def fused_gate(self, ctx: BlockContext, state: Any) -> ThresholdGate | None:
+        """Asked before a block: the gate on "fc1" that a kernel may apply inside the MLP. Where one does, after() finds
+        its GateResult in ctx.evidence["gate"]; else after() decides itself."""
         return None
 
     def before(self, ctx: BlockContext, state: Any) -> Decision | None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..kernels.threshold_gate import GateResult
+
 
 @dataclass
 class Halting:
@@ -77,6 +79,13 @@ class Halting:
         if not last:
             self.presence.append(self.straight_through())
         return full, mass
+
+    def take(self, gate: GateResult, layer: int) -> tuple[Tensor, Tensor]:
+        """The same as step, where a kernel has added the score and compared the sum; for inference."""
+        full, spent = self.going > gate.active, self.cumulative / self.threshold
+        self.cumulative, self.going = gate.total, gate.active
+        self.presence.append(self.going.float())
+        return full, self._halted(full, spent, gate.score, layer)
 
     def _halted(self, full: Tensor, spent: Tensor, score: Tensor, layer: int) -> Tensor:
         """Write down what halting here means for whoever is full; the mass p_l."""

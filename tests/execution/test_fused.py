@@ -16,11 +16,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import adaptivit
-from adaptivit import layouts
 from adaptivit.budget.control import RunSetting
 from adaptivit.decision import Trace
 from adaptivit.errors import UserError
-from adaptivit.execution import cuda_graph, row_schedule, triton
+from adaptivit.execution import cuda_graph, row_schedule, select, triton
 from adaptivit.kernels import launch, ragged_attention
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, RowSchedule
 from adaptivit.model import AdaptiveViT
@@ -32,6 +31,8 @@ from tests.support.fused import (
     POLICIES,
     WARNINGS,
     _restored,  # noqa: F401  (applies to this file)
+    assert_near,
+    assert_same,
     images_of,
     make,
     run,
@@ -60,22 +61,6 @@ policies = pytest.mark.parametrize("case", POLICIES)
 
 def replaying(trace: Trace, change: dict[str, Any] | None = None) -> AdaptiveViT:
     return AdaptiveViT(make("static", change).vit, "replay", {"trace": trace}).eval()
-
-
-def assert_near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
-    """Relative to the largest value."""
-    assert a.shape == b.shape
-    assert a.isfinite().all()
-    error, size = float((a.double() - b.double()).abs().max()), float(b.abs().max())
-    assert error <= tolerance * size, f"off by {error:.2e} of {size:.2e}"
-
-
-def assert_same(found: Output, expected: Output, tolerance: float = 1e-5) -> None:
-    assert torch.equal(found.trace.attended, expected.trace.attended)
-    assert torch.equal(found.trace.updated, expected.trace.updated)
-    assert torch.equal(found.macs, expected.macs)
-    assert_near(found.logits, expected.logits, tolerance)
-    assert_near(found.features, expected.features, tolerance)
 
 
 def check(
@@ -288,7 +273,7 @@ def test_refused_models_run_without(what: str) -> None:
     model = make("aht", change)
     launch.on_cpu = True
     with torch.inference_mode():
-        said = triton.refusal(model.vit, torch.float32, torch.device(DEVICE))
+        said = triton.refusal(model.backbone, torch.float32, torch.device(DEVICE))
         assert said is not None
         assert reason in said
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
@@ -310,23 +295,23 @@ def test_other_norms(layer: Any) -> None:
     model = adaptivit.create(vit, "aht", **HALTING).to(DEVICE).eval()
     launch.on_cpu = True
     with torch.inference_mode():
-        said = triton.refusal(vit, torch.float32, torch.device(DEVICE))
+        said = triton.refusal(model.backbone, torch.float32, torch.device(DEVICE))
         assert layer is not RmsNorm or "norms are RmsNorm" in str(said)
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
 
 
 @here
 def test_refusals_that_are_not_the_models() -> None:
-    vit, device = make().vit, torch.device(DEVICE)
+    backbone, device = make().backbone, torch.device(DEVICE)
     launch.on_cpu = True
-    assert "gradients are on" in str(triton.refusal(vit, torch.float32, device))
+    assert "gradients are on" in str(triton.refusal(backbone, torch.float32, device))
     with torch.inference_mode():
-        assert triton.refusal(vit, torch.float32, device) is None
-        assert "float64" in str(triton.refusal(vit, torch.float64, device))
+        assert triton.refusal(backbone, torch.float32, device) is None
+        assert "float64" in str(triton.refusal(backbone, torch.float64, device))
         with torch.autocast(DEVICE, torch.bfloat16):
-            assert "autocast is on" in str(triton.refusal(vit, torch.float32, device))
+            assert "autocast is on" in str(triton.refusal(backbone, torch.float32, device))
         launch.on_cpu = False
-        assert "no GPU" in str(triton.refusal(vit, torch.float32, torch.device("cpu")))
+        assert "no GPU" in str(triton.refusal(backbone, torch.float32, torch.device("cpu")))
 
 
 @here
@@ -340,11 +325,12 @@ def test_the_layout_is_explained() -> None:
 
 @pytest.mark.parametrize("name", ["auto", "packed", "gathered", "masked"])
 def test_a_refusal_is_passed_on(name: str) -> None:
-    gpu = torch.device("cuda")
-    choice = layouts.choose(name, training=False, device=gpu, equal=False, refusal="it is Sunday")
+    backbone, gpu = make().backbone, torch.device("cuda")
+    with torch.enable_grad():
+        choice = select.choose(backbone, name, gpu, torch.float32, fixed_counts=False, training=False)
     assert not choice.fused
-    assert choice.type is not PackedOnDevice
-    assert name != "auto" or (choice.type.name == "masked" and "it is Sunday" in choice.why)
+    assert choice.layout is not PackedOnDevice
+    assert name != "auto" or (choice.layout.name == "masked" and "gradients are on" in choice.why)
 
 
 @pytest.fixture

@@ -52,14 +52,14 @@ def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any],
 
 # product: width out, depth, and what it does beside multiplying
 PRODUCTS = {
-    "qkv, normed": (1152, 384, {"NORMED": True}),
-    "fc1, normed and seen": (1536, 384, {"NORMED": True, "GELU": True, "PROBED": True}),
-    "fc2, measured": (384, 1536, {"RESIDUAL": True, "MEASURED": True}),
+    "qkv": (1152, 384, {}),
+    "fc1": (1536, 384, {"GELU": True}),
+    "fc2": (384, 1536, {"RESIDUAL": True}),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [*((name, 6304) for name in PRODUCTS), *(("fc2, measured", rows) for rows in (1, 197, 50432))]
+    ("name", "rows"), [*((name, 6304) for name in PRODUCTS), *(("fc2", rows) for rows in (1, 197, 50432))]
 )
 def test_products(name: str, rows: int) -> None:
     """DeiT-S at batch 32, 256 and 1, bfloat16. (With few rows nothing is measured, but it could be.)"""
@@ -68,12 +68,10 @@ def test_products(name: str, rows: int) -> None:
     part = f"tensordesc<bf16[{tile.m}, {tile.n // tile.parts}]>"
     types = {"x_tile": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "w_tile": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
     types |= {"out_tile": part, "residual_tile": part, "bias_pointer": "*bf16", "scale_pointer": "*bf16"}
-    types |= {"rows_pointer": "*i32", "moments_pointer": "*fp32", "sums_pointer": "*fp32", "seen_pointer": "*fp32"}
-    types |= {"room": "i32", "eps": "fp32", "probe": "i32"}
-    off = ("GELU", "SCALE", "RESIDUAL", "MEASURED", "NORMED", "PROBED", "EXACT")
+    types |= {"rows_pointer": "*i32", "room": "i32"}
+    off = ("GELU", "SCALE", "RESIDUAL", "EXACT")
     constants: dict[str, Any] = dict.fromkeys(off, False) | {"BIAS": True, "COUNTED": True, "PRECISION": "tf32"}
-    constants["PACKED"] = True
-    constants |= {"N": width, "K": depth, "WIDTH": 128, "TM": tile.m, "TN": tile.n, "TK": tile.k, "PARTS": tile.parts}
+    constants |= {"N": width, "K": depth, "TM": tile.m, "TN": tile.n, "TK": tile.k, "PARTS": tile.parts}
     made = compiled(linear._linear_kernel, types, constants | does, num_warps=tile.warps, num_stages=tile.stages)
     assert max(tile.residents, 1) * (made.metadata.shared + RESERVED) <= SHARED
     assert "cvt.rn.bf16x2.f32" in made.asm["ptx"]
@@ -83,18 +81,18 @@ def test_products(name: str, rows: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rows"), [*((dtype, 197) for dtype in NAMES), *((torch.bfloat16, n) for n in (1, 50))]
 )
-def test_a_product_that_decides(dtype: torch.dtype, rows: int) -> None:
+def test_a_product_with_a_gate(dtype: torch.dtype, rows: int) -> None:
     """DeiT-S's fc1 with few rows, moved."""
     tile, (left, right) = norm_linear.tile_for(rows, 1536, dtype), norm_linear.split(384) or (0, 0)
-    given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "gamma", "beta")
+    given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "scale", "offset")
     types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | dict.fromkeys(
-        ("going_pointer", "going_out", "rows_out"), "*u8"
+        ("active_pointer", "active_out", "active_rows_out"), "*u8"
     )
     types |= {f"{name}_pointer": "*i32" for name in ("index", "rows", "cells", "place")}
-    types |= dict.fromkeys(("seen_pointer", "spent_pointer", "shift_pointer", "score_out", "spent_out"), "*fp32")
-    types |= dict.fromkeys(("room", "probe", "slots", "prefix"), "i32") | {"eps": "fp32", "level": "fp32"}
+    types |= dict.fromkeys(("element_pointer", "total_pointer", "shift_pointer", "score_out", "total_out"), "*fp32")
+    types |= dict.fromkeys(("room", "probe", "slots", "first_slot"), "i32") | {"eps": "fp32", "threshold": "fp32"}
     flags = ("MOVES", "COUNTED", "PROBED", "BIAS", "GELU", "GATED", "MOVED", "SHIFTED")
-    constants: dict[str, Any] = {"N": 1536, "LEFT": left, "RIGHT": right, **dict.fromkeys(flags, True)}
+    constants: dict[str, Any] = {"C": 1536, "LEFT": left, "RIGHT": right, **dict.fromkeys(flags, True)}
     constants |= {"TM": tile.m, "TN": tile.n, "EXACT": dtype == torch.float32}
     constants["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
     assert shared_memory(norm_linear._norm_linear_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
@@ -107,10 +105,10 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: i
     exact = dtype == torch.float32
     integers = ("before", "counts", "place", "cells", "offsets", "index", "source", "target", "number")
     types = {f"{name}_pointer": "*i32" for name in integers} | {"rows_pointer": rows, "out_pointer": rows}
-    types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "moments", "scale", "size", "weight")}
+    types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "scale", "size", "weight")}
     types |= {"stay_pointer": "*u8", "stays_pointer": "*u8", "into_pointer": "*i64"}
-    types |= dict.fromkeys(("slots", "room", "batch", "count"), "i32")
-    constants: dict[str, Any] = {"D": 384, "TC": merge.PIECE, "MEASURED": True, "EXACT": exact}
+    types |= dict.fromkeys(("slots", "batch", "count"), "i32")
+    constants: dict[str, Any] = {"D": 384, "TC": merge.PIECE, "EXACT": exact}
     tile = merge.tile_for(images)
     constants |= {"TM": tile.m, "TL": tile.joining}
     constants |= {"WIDE": 256, "IMAGES": 1, "COUNTED": False, "EQUAL": equal, "MEETS": True, "SIZED": True}
@@ -120,8 +118,8 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: i
     assert shared_memory(merge._merge_kernel, types, constants, **options) + RESERVED <= SHARED
     types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
     types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
-    types |= {f"{name}_pointer": "*fp32" for name in ("gate", "moments")}
-    constants = {"D": 384, "WIDE": 512, "TM": 4, "GATED": True, "COUNTED": True, "MEASURED": True}
+    types |= {"gate_pointer": "*fp32"}
+    constants = {"D": 384, "WIDE": 512, "TM": 4, "GATED": True, "COUNTED": True}
     shared_memory(unskip._back_kernel, types, constants)
 
 
@@ -130,7 +128,7 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: i
 def test_patches_that_fold(ranked: bool, images: int, width: int) -> None:
     """197 tokens."""
     types = {f"{name}_pointer": "*u8" for name in ("patches", "here", "leaving")}
-    types |= {f"{name}_pointer": "*fp32" for name in ("score", "alike", "size", "say", "scale", "after")}
+    types |= {f"{name}_pointer": "*fp32" for name in ("score", "alike", "size", "merge_weight", "scale", "after")}
     types |= {"left_pointer": "*i32"}
     types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
     types |= {"power": "fp32", "value": "fp32"}

@@ -19,6 +19,7 @@ FILES = (
     "execution/test_memory.py",
     "kernels/test_merge_kernels.py",
     "kernels/test_similar_kernels.py",
+    "kernels/test_threshold_gate.py",
     "kernels/test_weighted_kernels.py",
 )
 

@@ -25,19 +25,10 @@ from adaptivit.kernels import (
     ragged_attention,
 )
 from tests.support.interpreter import DEVICE, DTYPES, ON_GPU, here, on_gpu
-from tests.support.kernels import NAN_WARNINGS, _poison, assert_near, count, noise, staying  # noqa: F401  (applies to this file)
+from tests.support.kernels import NAN_WARNINGS, TOLERANCE, _poison, assert_near, count, double, dtypes, noise, staying  # noqa: F401  (applies to this file)
 from tests.support.models import randomise
 
 pytestmark = NAN_WARNINGS
-
-# relative to the largest value
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-def double(*given: Any) -> list[Any]:
-    return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
-
 
 # -- linear ---------------------------------------------------------------------------------------------------------
 CLASSES = [(rows, width, adds) for rows in (512, 4096, 32768) for width in (128, 192) for adds in (False, True)]
@@ -181,15 +172,15 @@ def test_norm_linear(tile: norm_linear.Tile, width: int, dtype: torch.dtype) -> 
     ):
         stop = room if live is None else live
         x, index = scattered(3 * noise(room, width, dtype=dtype) + 1, order, stop, moves)
-        out, kept, seen, *_ = norm_linear.run(x, *affine, 1e-6, w, bias, index, count(live), probe, gelu, tile)
+        given = launch.KernelRows(x, index, count(live), room)
+        out, kept, seen, _ = norm_linear.norm_linear(given, *affine, 1e-6, w, bias, probe, gelu, tile=tile)
         out64, kept64, seen64 = norm_linear.reference(
             *double(x, *affine), 1e-6, *double(w, bias), index, count(live), probe, gelu
         )
         assert_near(out[:stop], out64[:stop], TOLERANCE[dtype])
-        assert (len(kept) > 0) == moves
-        assert not moves or torch.equal(kept[:stop], kept64[:stop].to(dtype))
-        assert (seen64 is None) == (len(seen) == 0)
-        if seen64 is not None:
+        assert torch.equal(kept[:stop], kept64[:stop].to(dtype))
+        assert (seen64 is None) == (seen is None)
+        if seen is not None and seen64 is not None:
             assert_near(seen[:stop], seen64[:stop], TOLERANCE[dtype])
 
 
@@ -200,7 +191,8 @@ def test_norm_linear_chooses_a_tile(expected: int, dtype: torch.dtype) -> None:
     """By the rows that are expected; any number of them is right."""
     x, affine = noise(19, 96, dtype=dtype), (noise(96, seed=1, dtype=dtype), noise(96, seed=2, dtype=dtype))
     w = noise(40, 96, seed=3, dtype=dtype) / 10
-    out, kept, seen = norm_linear.norm_linear(x, *affine, 1e-6, w, None, None, None, -1, True, expected)
+    given = launch.KernelRows(x, expected=expected)
+    out, kept, seen, _ = norm_linear.norm_linear(given, *affine, 1e-6, w, None, gelu=True)
     assert kept is x
     assert seen is None
     assert_near(out, norm_linear.reference(*double(x, *affine), 1e-6, w.double(), gelu=True)[0], TOLERANCE[dtype])
@@ -531,9 +523,9 @@ def test_operations_say_what_they_return(monkeypatch: pytest.MonkeyPatch) -> Non
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, None, None, None, None))
     check(norm._norm, (noise(5, 16), weight, weight, 1e-6, index, count(5), probe, noise(1)))
     wide, affine = noise(5, 32), (noise(32), noise(32), 1e-6, noise(8, 32), noise(8))
-    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 9))
-    check(norm_linear._norm_linear, (wide, *affine, index, count(5), 3, False, 9))
-    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 500, 24))
+    ungated: tuple[Any, ...] = ([], None, 0.0, 0, None, None)
+    check(norm_linear._norm_linear, (wide, *affine, None, None, -1, True, 24, (16, 32, 4), *ungated))
+    check(norm_linear._norm_linear, (wide, *affine, index, count(5), 3, False, 0, (16, 32, 4), *ungated))
     for weights in ("none", "bool", "sizes"):
         q, k, v, offsets, given = packed([3, 2], 1, 16, weights, torch.float32)
         rows, seen = [t[:5] for t in (q, k, v)], launch.log2_weight(None if given is None else given[:5])

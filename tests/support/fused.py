@@ -93,3 +93,19 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def images_of(config: dict[str, Any] = CONFIG, batch: int = 2, seed: int = 0) -> Tensor:
     return pictures(batch, config["img_size"], seed).to(DEVICE)
+
+
+def assert_near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
+    """Relative to the largest value."""
+    assert a.shape == b.shape
+    assert a.isfinite().all()
+    error, size = float((a.double() - b.double()).abs().max()), float(b.abs().max())
+    assert error <= tolerance * size, f"off by {error:.2e} of {size:.2e}"
+
+
+def assert_same(found: Output, expected: Output, tolerance: float = 1e-5) -> None:
+    assert torch.equal(found.trace.attended, expected.trace.attended)
+    assert torch.equal(found.trace.updated, expected.trace.updated)
+    assert torch.equal(found.macs, expected.macs)
+    assert_near(found.logits, expected.logits, tolerance)
+    assert_near(found.features, expected.features, tolerance)

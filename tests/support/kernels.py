@@ -12,7 +12,7 @@ from torch import Tensor
 from adaptivit.kernels import (
     launch,
 )
-from tests.support.interpreter import DEVICE
+from tests.support.interpreter import DEVICE, DTYPES
 
 # What numpy says in the interpreter of rows that hold NaN on purpose.
 NAN_WARNINGS = [
@@ -64,3 +64,12 @@ def staying(kind: str, batch: int, slots: int, seed: int = 0) -> Tensor:
     stay = torch.rand(batch, slots, generator=torch.Generator().manual_seed(seed)) < share
     stay[batch // 2] &= kind == "everybody"
     return stay.to(DEVICE)
+
+
+# relative to the largest value
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def double(*given: Any) -> list[Any]:
+    return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
