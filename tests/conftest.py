@@ -35,7 +35,7 @@ settings.load_profile("proofs")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker ends with it; xdist itself puts groups before all else."""
-    items.sort(key=lambda item: item.path.stem != "test_interpreter")
+    items.sort(key=lambda item: item.path.stem != "test_hopper")
 
 
 # -- trials of a sweep that only say that they ran ------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from adaptivit import policies
 from adaptivit.kernels import launch
-from tests.support.interpreter import elsewhere, here
+from tests.support.interpreter import here
 from tests.support.models import assert_close, pictures, tiny
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -46,7 +46,6 @@ def run_compiled(policy: str, given: dict[str, Any], layout: str) -> None:
     assert_close(quick(images), model._run(choice, images).logits)
 
 
-@elsewhere
 @pytest.mark.parametrize(("policy", "given"), CASES)
 @torch.inference_mode()
 def test_a_masked_pass_is_one_graph(policy: str, given: dict[str, Any]) -> None:

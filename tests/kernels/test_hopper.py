@@ -5,6 +5,9 @@ The interpreter runs what Triton's compiler might refuse; this does not run anyt
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -23,9 +26,8 @@ from adaptivit.kernels import (
     unskip,
 )
 
-pytestmark = pytest.mark.skipif(
-    launch.triton is None or launch.INTERPRETED, reason="Triton is not there, or interprets its kernels"
-)
+pytestmark = pytest.mark.skipif(launch.triton is None, reason="needs Triton")
+compiles = pytest.mark.skipif(launch.INTERPRETED, reason="runs in a process of its own")
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each program for itself
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -58,6 +60,7 @@ PRODUCTS = {
 }
 
 
+@compiles
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 6304) for name in PRODUCTS), *(("fc2", rows) for rows in (1, 197, 50432))]
 )
@@ -78,6 +81,7 @@ def test_products(name: str, rows: int) -> None:
     assert "cvt.rn.bf16.f32" not in made.asm["ptx"], "rounds one number at a time, which is slow"
 
 
+@compiles
 @pytest.mark.parametrize(
     ("dtype", "rows"), [*((dtype, 197) for dtype in NAMES), *((torch.bfloat16, n) for n in (1, 50))]
 )
@@ -98,6 +102,7 @@ def test_a_product_with_a_gate(dtype: torch.dtype, rows: int) -> None:
     assert shared_memory(norm_linear._norm_linear_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
 
 
+@compiles
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize(("dtype", "images"), [*((dtype, 1) for dtype in NAMES), (torch.bfloat16, 32)])
 def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: int) -> None:
@@ -123,6 +128,7 @@ def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: i
     shared_memory(unskip._back_kernel, types, constants)
 
 
+@compiles
 @pytest.mark.parametrize(("images", "width"), [(32, 64), (256, 64), (32, 80), (32, 256)])
 @pytest.mark.parametrize("ranked", [True, False])
 def test_patches_that_fold(ranked: bool, images: int, width: int) -> None:
@@ -140,6 +146,7 @@ def test_patches_that_fold(ranked: bool, images: int, width: int) -> None:
     assert shared_memory(merge_assign._meet_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
 
 
+@compiles
 @pytest.mark.parametrize("weighted", [0, 1, 2])
 def test_what_folding_looks_at(weighted: int) -> None:
     types = {"q_pointer": "*bf16", "k_pointer": "*bf16", "weight_pointer": ("*bf16", "*u8", "*fp32")[weighted]}
@@ -149,6 +156,7 @@ def test_what_folding_looks_at(weighted: int) -> None:
     shared_memory(scores_and_keys._looks_kernel, types, constants, num_warps=8)
 
 
+@compiles
 @pytest.mark.parametrize("what", [nearest_token.NEAREST, nearest_token.MATCH])
 def test_who_is_most_alike(what: int) -> None:
     names = ("slots", "tiles", "least", "n", "m", "one_image", "one_stride", "two_image", "two_stride")
@@ -167,6 +175,7 @@ def test_who_is_most_alike(what: int) -> None:
         shared_memory(nearest_token._closest_kernel, types, constants, num_warps=nearest_token.WARPS, num_stages=stages)
 
 
+@compiles
 @pytest.mark.parametrize("weighted", [0, 1, 2])
 @pytest.mark.parametrize(
     ("longest", "images", "typical"), [(197, 256, 197), (197, 32, 197), (197, 32, 118), (577, 64, 577)]
@@ -182,7 +191,16 @@ def test_attention(longest: int, images: int, typical: int, weighted: int) -> No
     assert "cp.async.cg.shared.global" in made.asm["ptx"], "loads are not under way while others are used"
 
 
+@compiles
 def test_the_best() -> None:
     types = {"score_pointer": "*fp32", "among_pointer": "*u8", "out_pointer": "*u8"}
     types |= dict.fromkeys(("score_stride", "among_stride", "slots", "count"), "i32")
     shared_memory(topk._top_kernel, types, {"TM": 16, "TN": 256, "REST": True})
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="the tests above run in this process")
+def test_in_a_process_without_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-n", "0"]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-1000:]
+    assert " passed" in ran.stdout or "[100%]" in ran.stdout

@@ -1,8 +1,4 @@
-"""The Triton kernels of weighted attention against the formulae, spelled out in float64.
-
-They run on a GPU, or in Triton's interpreter, which has to be chosen before Triton is imported: without either,
-test_interpreter.py runs this file again in a process with TRITON_INTERPRET=1.
-"""
+"""The Triton kernels of weighted attention against the formulae, spelled out in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from torch import Tensor
 
 from adaptivit.kernels import attention
 from adaptivit.kernels import weighted_attention as kernels
-from tests.support.interpreter import DEVICE, DTYPES, INTERPRETED, ON_GPU, elsewhere, here, on_gpu
+from tests.support.interpreter import DEVICE, DTYPES, INTERPRETED, ON_GPU, here, on_gpu
 
 # relative to the largest value
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -250,7 +246,6 @@ def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernels.usable(q.double())
 
 
-@elsewhere
 def test_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
@@ -272,4 +267,4 @@ def test_without_triton() -> None:
         "        out = model(torch.randn(2, 3, 32, 32))\n"
         "    assert out.logits.isfinite().all(), policy\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

@@ -1,26 +1,25 @@
-"""Where Triton kernels can run: on a GPU, or in Triton's interpreter, which must be chosen before Triton is imported.
-
-Without a GPU, test_interpreter.py runs the files of such tests again in processes with TRITON_INTERPRET=1.
-"""
+"""Where the kernels of tests run: on a GPU, or in Triton's interpreter (chosen in tests/__init__.py)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 ON_GPU = DEVICE == "cuda"
 DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else []))  # the interpreter cannot multiply bf16
 
 
-class _Stays:
-    """Triton's language for the interpreter, which is not taken back after a launch."""
+class _Unrestored:
+    """The interpreter's patches of Triton's language, which stay after a launch."""
 
     def restore(self) -> None:
         pass
@@ -33,9 +32,9 @@ def _prepare_once() -> None:
     prepare = interpreter._patch_lang
 
     @cache
-    def once(fn: Callable[..., Any]) -> _Stays:
+    def once(fn: Callable[..., Any]) -> _Unrestored:
         prepare(fn)
-        return _Stays()
+        return _Unrestored()
 
     interpreter._patch_lang = once
 
@@ -43,6 +42,5 @@ def _prepare_once() -> None:
 if INTERPRETED:
     _prepare_once()
 
-here = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in a process that test_interpreter.py starts")
+here = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs Triton")
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-elsewhere = pytest.mark.skipif(INTERPRETED, reason="runs in the process that started this one")
