@@ -27,9 +27,9 @@
     function show() {
       var tile = tiles[slider.value - 1];
       tile.querySelectorAll(".over").forEach(function (frame, i) { big[i].src = frame.src; });
-      output.textContent = tile.dataset.say;
-      shot.querySelector(".now").setAttribute("aria-label", tile.dataset.say);
-      slider.setAttribute("aria-valuetext", tile.dataset.say);
+      output.textContent = tile.dataset.text;
+      shot.querySelector(".now").setAttribute("aria-label", tile.dataset.text);
+      slider.setAttribute("aria-valuetext", tile.dataset.text);
       meter.style.width = tile.dataset.share + "%";
     }
     function stop() {

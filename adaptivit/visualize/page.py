@@ -184,7 +184,7 @@ def _shot(seen: Seen, index: int, views: Sequence[str]) -> str:
         say = f"Block {layer + 1} of {layers} · {count} of {total} patches"
         last = "".join(_over(paint.overlay(seen, index, layer, view), view) for view in views)
         tiles.append(
-            f'<figure data-merge_weight="{say}" data-share="{100 * count / total:.1f}">{_pic(seen, index, last, say)}'
+            f'<figure data-text="{say}" data-share="{100 * count / total:.1f}">{_pic(seen, index, last, say)}'
             f"<p>block {layer + 1}<br>{count} of {total}</p></figure>"
         )
     name, share = html_text(seen.titles[index]), 100 * seen.macs[index] / seen.static_macs
