@@ -32,7 +32,7 @@ from ..training.run import objective
 from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
 from ..utils.plotting import halting_maps, layer_curve
-from ..visualize.html_report import Picture, write_report
+from ..visualize.html import Picture, write_report
 from .quickstart_config import QuickstartConfig
 
 STATIC = TrainConfig(

@@ -26,8 +26,8 @@ from ..factory import create
 from ..model import AdaptiveViT
 from ..utils.hardware import device_name
 from ..utils.plotting import COLOURS
-from ..visualize.html_report import STYLE
-from ..visualize.seen import METHODS
+from ..visualize.collect import METHODS
+from ..visualize.html import STYLE
 from .batcher import QueueFull
 from .limits import Refused, busy
 from .service import Service

@@ -44,6 +44,12 @@ def versions(*more: str) -> dict[str, str]:
     return found
 
 
+def summary(**more: object) -> dict[str, object]:
+    """What a report names below its figures: versions, and what else the caller gives."""
+    first = {"adaptivit": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    return {**first, **more, "date": datetime.date.today().isoformat()}
+
+
 def describe(device: torch.device, processes: int = 1) -> dict[str, Any]:
     """All of it, as JSON takes it."""
     gpu = device.type == "cuda"

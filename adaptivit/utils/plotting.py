@@ -274,8 +274,13 @@ def depth_bars(axes: Any, shares: Floats) -> None:
     headline(axes, "How deep patches go", f"share of patches; mean depth {mean:.1f} of {layers}")
 
 
-def png_bytes(figure: Any) -> bytes:
-    buffer = io.BytesIO()
+def png_bytes(figure: Any, dpi: int = DPI) -> bytes:
+    figure.set_dpi(dpi)
     figure.canvas.draw()
-    Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()).save(buffer, "PNG")
-    return buffer.getvalue()
+    return image_bytes(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()))
+
+
+def image_bytes(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **options)
+    return out.getvalue()

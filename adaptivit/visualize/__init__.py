@@ -11,12 +11,11 @@ Pictures of single images are PIL images, charts over many are matplotlib figure
 
 from .charts import accuracy, confidence, depths, live, planned, positions, scores
 from .charts import importance as importance_chart
-from .classes import by_class, gain_and_lose, shallow_and_deep
-from .collect import data_set, look
+from .collect import Plans, Scores, Seen, data_set, look
 from .importance import Importance, leave_one_out
-from .paint import animation, easy_and_hard, frames, maps, overlay, painted, plan_sheet, strip
-from .seen import Plans, Scores, Seen
-from .writing import report, write
+from .pictures import animation, easy_and_hard, frames, maps, overlay, painted, plan_sheet, strip
+from .report_folder import report, write
+from .statistics import by_class, gain_and_lose, shallow_and_deep
 
 __all__ = [
     "Importance",

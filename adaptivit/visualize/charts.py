@@ -6,6 +6,7 @@ Shapes: B images, L blocks, P patches, S places where patches were scored.
 from __future__ import annotations
 
 import io
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -30,31 +31,25 @@ from ..utils.plotting import (
     live_bars,
     new_figure,
 )
-from .seen import Array, Seen
+from .collect import Seen
+from .statistics import correlation, mean_and_half, wilson
 
 if TYPE_CHECKING:
     from .importance import Importance
 
-_WIDTH, _HEIGHT = 550, 440  # at pictures.DPI; small, so that words stay readable on a phone
+_WIDTH, _HEIGHT = 550, 440  # at plotting.DPI; small, so that words stay readable on a phone
 _LEFT, _RIGHT, _BELOW, _ABOVE = 72, 26, 74, 104
+SHARP = 220  # dots an inch of saved charts
 WRONG = "#c2571a"
-# colours of a figure -> what the report's light and dark theme call them
-_THEME = {
-    INK: "var(--ink)",
-    MUTED: "var(--soft)",
-    FAINT: "var(--line)",
-    "#f0f2f4": "var(--line)",
-    GREY: "var(--soft)",
-    ACCENT: "var(--accent)",
-    WRONG: "var(--wrong)",
-}
+# colours of a figure -> variables of the report's light and dark theme
+_THEME = {INK: "ink", MUTED: "soft", FAINT: "line", "#f0f2f4": "line", GREY: "soft", ACCENT: "accent", WRONG: "wrong"}
 
 
-def _panel(x: str = "", y: str = "", right: int = _RIGHT, lines: int = 1) -> tuple[Any, Any]:
+def _panel(x: str = "", y: str = "", lines: int = 1) -> tuple[Any, Any]:
     """A figure with one plot; x and y name its axes, `lines` is how many lines the numbers below it take."""
     left, below = _LEFT + (28 if y else 0), _BELOW + 20 * (lines - 1)
     figure = new_figure(_WIDTH, _HEIGHT)
-    axes = add_axes(figure, left, below, _WIDTH - left - right, _HEIGHT - below - _ABOVE)
+    axes = add_axes(figure, left, below, _WIDTH - left - _RIGHT, _HEIGHT - below - _ABOVE)
     label_axes(axes, x, y)
     return figure, axes
 
@@ -62,6 +57,11 @@ def _panel(x: str = "", y: str = "", right: int = _RIGHT, lines: int = 1) -> tup
 def _per_cent(axes: Any) -> None:
     axes.set_ylim(0, 1.03)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    grid(axes)
+
+
+def _written(r: float) -> str:
+    return f"correlation {'undefined' if math.isnan(r) else f'{r:.2f}'}"
 
 
 def live(seen: Seen) -> Any:
@@ -85,22 +85,20 @@ def positions(seen: Seen) -> Any:
     low, high = float(mean.min()), float(mean.max())
     if high - low < 0.1:
         low, high = low - 0.5, high + 0.5
-    axes.pcolormesh(mean[::-1], cmap=COLOURS, vmin=low, vmax=high, edgecolors="face", linewidth=0.2)
-    axes.set_aspect("equal", anchor="W")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines["bottom"].set_visible(False)
     side = _HEIGHT - _BELOW - _ABOVE + 40
     axes.set_position((_LEFT / _WIDTH, 34 / _HEIGHT, side * seen.grid[1] / seen.grid[0] / _WIDTH, side / _HEIGHT))
+    axes.pcolormesh(mean[::-1], cmap=COLOURS, vmin=low, vmax=high, edgecolors="face", linewidth=0.2)
+    axes.set_aspect("equal", anchor="W")
+    axes.set_yticks([])
     box = axes.get_window_extent()
     bar = add_axes(figure, box.x0 + min(box.width, 400) + 22, box.y0, 16, box.height)
     bar.pcolormesh(np.linspace(low, high, 65)[:-1, None], cmap=COLOURS, edgecolors="face", linewidth=0.2)
-    bar.set_xticks([])
-    bar.spines["bottom"].set_visible(False)
-    marks = np.linspace(low, high, 5)
-    bar.set_yticks(np.linspace(0, 64, 5), [f"{v:.1f}" for v in marks])
+    bar.set_yticks(np.linspace(0, 64, 5), [f"{v:.1f}" for v in np.linspace(low, high, 5)])
     bar.yaxis.tick_right()
     bar.tick_params(length=0, labelsize=8, labelcolor=MUTED, pad=4)
+    for part in (axes, bar):
+        part.set_xticks([])
+        part.spines["bottom"].set_visible(False)
     images = f"{len(seen)} images" if len(seen) > 1 else "one image"
     headline(axes, "Mean depth by position", f"{images}; blocks computed at each place")
     return figure
@@ -111,14 +109,13 @@ def scores(seen: Seen) -> Any:
     if seen.scores is None:
         raise UserError(f"{seen.policy} gives patches no scores.")
     figure, axes = _panel("block" if seen.scores.stops else "block whose tokens it chooses", seen.scores.name)
-    values = seen.scores.values.reshape(len(seen.scores.blocks), -1)
     boxes = []
-    for at, row in zip(seen.scores.blocks, values, strict=True):
-        row = row[np.isfinite(row)]
-        if row.size:
-            q = np.quantile(row, (0.05, 0.25, 0.5, 0.75, 0.95))
-            place = at if seen.scores.stops else at + 1
-            boxes.append({"med": q[2], "q1": q[1], "q3": q[3], "whislo": q[0], "whishi": q[4], "label": str(place)})
+    for block, values in zip(seen.scores.blocks, seen.scores.values, strict=True):
+        known = values[np.isfinite(values)]
+        if known.size:
+            q = np.quantile(known, (0.05, 0.25, 0.5, 0.75, 0.95))
+            name = str(block if seen.scores.stops else block + 1)
+            boxes.append({"med": q[2], "q1": q[1], "q3": q[3], "whislo": q[0], "whishi": q[4], "label": name})
     line = {"color": ACCENT, "linewidth": 1.1}
     axes.bxp(
         boxes,
@@ -141,24 +138,20 @@ def planned(seen: Seen, stage: int) -> Any:
     if seen.plans is None:
         raise UserError(f"{seen.policy} plans no depths; AHT-ViT (aht) with planners does.")
     plans, layers = seen.plans, seen.layers
-    live = plans.live[stage]
-    plan, done = plans.values[stage][live], plans.halt[live]
+    alive = plans.live[stage]
+    plan, done = plans.values[stage][alive], plans.halt[alive]
     figure, axes = _panel("planned depth", "executed depth")
     edges = np.arange(layers + 2) - 0.5
     counts, _, _ = np.histogram2d(done, plan, bins=(edges, edges))
     shade = np.ma.masked_equal(np.sqrt(counts), 0)
     axes.pcolormesh(edges, edges, shade, cmap=COLOURS, edgecolors="face", linewidth=0.2, zorder=2)
     axes.plot([0.5, layers + 0.5], [0.5, layers + 0.5], color=MUTED, linewidth=1.2, linestyle=DASHED, zorder=3)
-    axes.set_xlim(0.4, layers + 0.6)
-    axes.set_ylim(0.4, layers + 0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.set(xlim=(0.4, layers + 0.6), ylim=(0.4, layers + 0.6))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(7, integer=True))
     detail = "no live patches"
     if len(plan):
-        r = correlation(plan, done)
-        detail = (
-            f"executed − planned {np.mean(done - plan):+.1f}, correlation {'undefined' if r is None else f'{r:.2f}'}"
-        )
+        detail = f"executed − planned {np.mean(done - plan):+.1f}, {_written(correlation(plan, done))}"
     headline(axes, f"Plan made after block {plans.stages[stage]}", detail)
     return figure
 
@@ -168,15 +161,12 @@ def confidence(seen: Seen) -> Any:
     figure, axes = _panel("mean depth", "confidence")
     x, y = seen.mean_depth, seen.confidence
     right = np.ones(len(seen), bool) if seen.correct is None else seen.correct
-    size = 26 if len(seen) <= 150 else 10
-    common = {"s": size, "alpha": 0.75, "zorder": 3, "rasterized": len(seen) > 600}
+    common = {"s": 26 if len(seen) <= 150 else 10, "alpha": 0.75, "zorder": 3, "rasterized": len(seen) > 600}
     axes.scatter(x[right], y[right], color=ACCENT, marker="o", linewidths=0, **common)
     axes.scatter(x[~right], y[~right], color=WRONG, marker="x", linewidths=1.2, **common)
     _per_cent(axes)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    grid(axes)
-    r = correlation(x, y)
-    detail = f"{len(seen)} images, correlation {'undefined' if r is None else f'{r:.2f}'}"
+    detail = f"{len(seen)} images, {_written(correlation(x, y))}"
     if seen.correct is not None:
         detail += f"; ● right, × wrong ({int((~right).sum())})"
     headline(axes, "Depth and confidence", detail)
@@ -190,15 +180,13 @@ def accuracy(seen: Seen, bins: int = 4) -> Any:
     figure, axes = _panel("mean depth", lines=2)
     order = np.argsort(seen.mean_depth, kind="stable")
     parts = [p for p in np.array_split(order, min(bins, len(order))) if len(p)]
-    share = np.array([seen.correct[p].mean() for p in parts])
-    low, high = np.array([wilson(int(seen.correct[p].sum()), len(p)) for p in parts]).T
-    place = np.arange(len(parts))
+    share, place = [float(seen.correct[p].mean()) for p in parts], np.arange(len(parts))
+    low, high = np.array([wilson(s, len(p)) for s, p in zip(share, parts, strict=True)]).T
     axes.bar(place, share, width=0.62, color=ACCENT, zorder=2)
     axes.vlines(place, low, high, color=INK, linewidth=1.3, zorder=3)
     names = [f"{seen.mean_depth[p].min():.1f}–{seen.mean_depth[p].max():.1f}\n{len(p)} images" for p in parts]
     axes.set_xticks(place, names)
     _per_cent(axes)
-    grid(axes)
     headline(axes, "Accuracy by depth", f"top-1 of all {len(seen)} images: {100 * seen.correct.mean():.1f} %")
     return figure
 
@@ -207,59 +195,23 @@ def importance(found: Importance) -> Any:
     """Correlation of scores with leave-one-out importance at every scored block (A-MoD Fig. 4)."""
     figure, axes = _panel("block from which the patch is left out", "correlation")
     blocks = np.array([b + 1 for b in found.blocks])
-    for values, name, colour, marker in (
-        (found.pearson, "Pearson", ACCENT, "o"),
-        (found.spearman, "Spearman", WRONG, "s"),
+    for values, name, colour, marker, sign, left, shift in (
+        (found.pearson, "Pearson", ACCENT, "o", "●", 0.02, -0.08),
+        (found.spearman, "Spearman", WRONG, "s", "■", 0.27, 0.08),
     ):
         mean, half = mean_and_half(values)
         good = np.isfinite(mean)
-        shift = -0.08 if marker == "o" else 0.08
-        axes.plot(
-            blocks[good] + shift, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3
-        )
-        axes.vlines(blocks[good] + shift, (mean - half)[good], (mean + half)[good], color=colour, linewidth=1, zorder=2)
-        words = f"{'●' if marker == 'o' else '■'} {name}"
-        place = (0.02 if marker == "o" else 0.27, 0.04)
-        axes.annotate(words, place, xycoords="axes fraction", fontsize=8, color=colour)
+        x, low, high = blocks[good] + shift, (mean - half)[good], (mean + half)[good]
+        axes.plot(x, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3)
+        axes.vlines(x, low, high, color=colour, linewidth=1, zorder=2)
+        axes.annotate(f"{sign} {name}", (left, 0.04), xycoords="axes fraction", fontsize=8, color=colour)
     axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
-    axes.set_ylim(-1.02, 1.02)
-    axes.set_xlim(blocks.min() - 0.6, blocks.max() + 0.6)
+    axes.set(xlim=(blocks.min() - 0.6, blocks.max() + 0.6), ylim=(-1.02, 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     grid(axes)
-    images = found.pearson.shape[1]
-    detail = f"{images} images, {found.tokens} patches each; mean and 95 % interval"
+    detail = f"{found.pearson.shape[1]} images, {found.tokens} patches each; mean and 95 % interval"
     headline(axes, "Scores against importance", detail)
     return figure
-
-
-def correlation(x: Array, y: Array) -> float | None:
-    """Pearson's; None where one of them does not vary."""
-    if len(x) < 3 or np.std(x) < 1e-12 or np.std(y) < 1e-12:
-        return None
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def mean_and_half(values: Array) -> tuple[Array, Array]:
-    """[S, B] -> means over the images [S] and half the width of their 95 % intervals; NaN where nothing is defined."""
-    count = np.isfinite(values).sum(1)
-    filled = np.nan_to_num(values)
-    mean = np.where(count > 0, filled.sum(1) / np.maximum(count, 1), np.nan)
-    spread = np.where(np.isfinite(values), (filled - mean[:, None]) ** 2, 0).sum(1) / np.maximum(count - 1, 1)
-    return mean, np.where(count > 1, 1.96 * np.sqrt(spread / np.maximum(count, 1)), 0.0)
-
-
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share."""
-    z, p = 1.96, hits / count
-    middle = (p + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * np.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    return middle - half, middle + half
-
-
-def png(figure: Any) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=220)
-    return out.getvalue()
 
 
 def svg(figure: Any, name: str) -> str:
@@ -273,7 +225,7 @@ def svg(figure: Any, name: str) -> str:
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'(xlink:href="#|url\(#)([^")]+)', rf"\1{name}-\2", text)
     for colour, variable in _THEME.items():
-        text = text.replace(colour, variable)
+        text = text.replace(colour, f"var(--{variable})")
     text = re.sub(r"(<text [^>]*?)fill: #ffffff", r"\1fill: var(--card)", text)
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     text = re.sub(r"font: ([^;\"]*?)(\d[\d.]*px)[^;\"]*", r"font-size: \2; font-weight: 650", text)

@@ -1,17 +1,20 @@
-"""From images and a model to what there is to see: run the model and keep what it did with every patch.
+"""Run a model over images and keep what it did with every patch, as plain arrays for pictures, charts and the report.
 
-Shapes: B images, L blocks, N slots, P patches.
+Shapes: B images, L blocks, N slots, P = gh x gw patches in row order, S places where patches were scored.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -21,9 +24,116 @@ from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
 from ..output import Output
-from .seen import Array, Plans, Scores, Seen
 
+Array = NDArray[Any]
 Progress = Callable[[int, int], None]  # done, of
+METHODS = {
+    "aht": "AHT-ViT",
+    "avit": "A-ViT",
+    "mod": "MoD",
+    "amod": "A-MoD",
+    "dynamicvit": "DynamicViT",
+    "evit": "EViT",
+    "tome": "ToMe",
+    "act": "ACT",
+    "pondernet": "PonderNet",
+}
+_BATCH_SECOND = ("attended", "live", "groups", "plan", "planned", "scores")  # arrays [L or S, B, ...]; others [B, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a policy judged patches by."""
+
+    name: str
+    values: Array  # [S, B, P], NaN where a patch was not scored
+    blocks: list[int]  # [S] the first block, counted from 0, without a patch that leaves for its score
+    stops: bool  # a higher score leaves sooner (halting); else it stays longer
+
+
+@dataclass(frozen=True)
+class Plans:
+    """AHT-ViT's planned depths."""
+
+    values: Array  # [S, B, P]
+    live: Array  # [S, B, P] bool: was alive at that stage, so that the plan counts
+    stages: list[int]  # [S] blocks, counted from 1
+    halt: Array  # [B, P] the block, counted from 1, after which each patch halted
+
+
+@dataclass
+class Seen:
+    """Images and what a model did with their patches."""
+
+    model: str
+    policy: str
+    layers: int
+    grid: tuple[int, int]
+    prefix: int
+    names: list[str]  # [B] of the images
+    attended: Array  # [L, B, P] bool: took part in the block
+    live: Array  # [L, B] tokens in each block's attention, prefix tokens included
+    predicted: Array  # [B]
+    confidence: Array  # [B] probability of the predicted class
+    macs: Array  # [B]
+    static_macs: float
+    groups: Array | None = None  # [L, B, P] after each block: the patch that this one was merged into, -1 for none
+    skips: bool = False  # patches skip single blocks and come back
+    labels: Array | None = None  # [B]
+    class_names: list[str] | None = None
+    scores: Scores | None = None
+    plans: Plans | None = None
+    unreadable: int = 0
+    budget: str | None = None  # other than the policy's settings
+    source: Any = field(default=None, repr=False)  # of the pictures themselves
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def method(self) -> str:
+        """The policy as its paper calls it."""
+        return METHODS.get(self.policy, self.policy)
+
+    @cached_property
+    def depth(self) -> Array:
+        """[B, P] blocks that computed each patch."""
+        return self.attended.sum(0)
+
+    @cached_property
+    def mean_depth(self) -> Array:
+        """[B]"""
+        return self.depth.mean(-1)
+
+    @property
+    def correct(self) -> Array | None:
+        """[B] bool, where there are labels."""
+        return None if self.labels is None else self.predicted == self.labels
+
+    @property
+    def equal(self) -> bool:
+        """True where all images go equally deep: a policy of fixed counts."""
+        return bool(np.ptp(self.mean_depth) < 1e-9)
+
+    def pixels(self, index: int) -> Array:
+        """[H, W, 3] uint8: the image as the model saw it, cropped and resized."""
+        return self.source.pixels(index)
+
+    def tensor(self, index: int) -> Tensor:
+        """[3, H, W] normalised."""
+        return self.source.tensor(index)
+
+    def class_name(self, number: int) -> str:
+        known = self.class_names
+        return known[number] if known is not None and 0 <= number < len(known) else f"class {number}"
+
+    @cached_property
+    def titles(self) -> list[str]:
+        """[B] file names for captions, with the folder where names repeat."""
+        short = [Path(n).stem for n in self.names]
+        if len(set(short)) == len(short):
+            return short
+        return ["/".join(Path(n).with_suffix("").parts[-2:]) for n in self.names]
 
 
 class _Source:
@@ -52,28 +162,39 @@ class _Source:
         plain = (image * std + mean).clamp(0, 1).permute(1, 2, 0)
         return (plain * 255).round().to(torch.uint8).numpy()
 
+    def batches(
+        self, labels: Sequence[int] | None, size: int
+    ) -> Iterator[tuple[Tensor, list[int], list[int], list[int]]]:
+        """(images, their numbers, their labels, numbers of those that cannot be read)"""
+        order = in_order(len(self.items), size)
+        if isinstance(self.items, Tensor):
+            for part in order:
+                yield self.items[part], part, [0 if labels is None else labels[i] for i in part], []
+            return
+        assert self.images is not None
+        for loaded in batches(self.images, order):
+            numbers = loaded.indices.tolist()
+            truth = loaded.labels.tolist() if labels is None else [labels[i] for i in numbers]
+            yield loaded.images, numbers, truth, loaded.unreadable
+
 
 def gather(images: Any) -> Labelled | Tensor:
-    """Whatever a caller may give: a normalised tensor [B, 3, H, W]; a Labelled set; a path, or several, of image files
-    and folders; PIL images."""
+    """Images as a caller gives them: a normalised tensor [B, 3, H, W], a Labelled set, paths or PIL images."""
     if isinstance(images, (Tensor, Labelled)):
         return images
-    several = isinstance(images, Sequence) and not isinstance(images, str)
-    if several and images and all(isinstance(i, Image.Image) for i in images):
-        return Labelled("images", [np.asarray(rgb(i)) for i in images], [0] * len(images), ("",))
-    if isinstance(images, (str, Path)):
-        return _files([images])
-    if several and all(isinstance(i, (str, Path)) for i in images):
-        return _files(images)
-    raise UserError(
-        "Expected a tensor [B, 3, H, W], paths of image files and folders, PIL images or a labelled data set, "
-        f"got {type(images).__name__}."
-    )
-
-
-def _files(paths: Sequence[str | Path]) -> Labelled:
-    files = find_images(tuple(str(p) for p in paths))
-    return Labelled("images", files, [0] * len(files), ("",))
+    several: Any = [images] if isinstance(images, (str, Path)) else images
+    items: Any = None
+    if isinstance(several, Sequence):
+        if all(isinstance(i, (str, Path)) for i in several):
+            items = find_images(tuple(map(str, several)))
+        elif all(isinstance(i, Image.Image) for i in several):
+            items = [np.asarray(rgb(i)) for i in several]
+    if items is None:
+        raise UserError(
+            "Expected a tensor [B, 3, H, W], paths of image files and folders, PIL images or a labelled data set, "
+            f"got {type(images).__name__}."
+        )
+    return Labelled("images", items, [0] * len(items), ("",))
 
 
 def data_set(path: str | Path, model: AdaptiveViT, limit: int | None = None, split: str = "auto") -> Labelled:
@@ -103,57 +224,90 @@ def look(
         raise UserError("Expected at least one image, got none.")
     if not model.shape.num_classifiers:
         raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
-    source, parts = _Source(model, given), _Parts()
-    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-    was_training = model.training
+    source, parts, unreadable = _Source(model, given), list[dict[str, Array]](), 0
+    first, was_training = next(model.parameters()), model.training
     model.eval()
-    for batch, numbers, truth, bad in _batches(source, labels, batch_size):
+    for batch, numbers, truth, bad in source.batches(labels, batch_size):
         if bad and not labelled:
             raise DataError(f"Cannot read the image {source.items.name(bad[0])}.")  # type: ignore[union-attr]
-        parts.unreadable += len(bad)
-        if len(numbers):
-            output = model(batch.to(device, dtype), aux=("plan", "keep_scores"))
-            parts.add(output, truth)
+        unreadable += len(bad)
+        if numbers:
+            output = model(batch.to(first.device, first.dtype), aux=("plan", "keep_scores"))
+            kept = _kept(output) | {"labels": torch.tensor(truth)}
+            parts.append({key: value.detach().cpu().numpy() for key, value in kept.items()})
             source.order += numbers
         if progress:
-            progress(len(source.order) + parts.unreadable, len(given))
+            progress(len(source.order) + unreadable, len(given))
     model.train(was_training)
     if not source.order:
-        raise DataError(f"No image could be read ({parts.unreadable} unreadable).")
-    known = [f"image {i + 1}" for i in source.order]
-    if isinstance(given, Labelled) and isinstance(given.items[0], Path):
-        known = [given.name(i) for i in source.order]
-    sides = tuple(source.tensor(0).shape[-2:])
-    patch = model.vit.patch_embed.patch_size
-    return parts.seen(
+        raise DataError(f"No image could be read ({unreadable} unreadable).")
+    joined = {key: np.concatenate([p[key] for p in parts], int(key in _BATCH_SECOND)) for key in parts[0]}
+    sides, patch = source.tensor(0).shape[-2:], model.vit.patch_embed.patch_size
+    files = isinstance(given, Labelled) and isinstance(given.items[0], Path)
+    trace, scored = output.trace, _scores(output.trace)
+    plans = None
+    if "plan" in joined:
+        plans = Plans(joined["plan"], joined["planned"], trace.facts["stages"].tolist(), joined["halt"])
+    arrays = ("attended", "live", "groups", "predicted", "confidence", "macs")
+    return Seen(
         model=name or model.backbone_name or "ViT",
         policy=model.policy_name,
         budget=model.budget,
         layers=model.shape.layers,
         grid=(-(-sides[0] // patch[0]), -(-sides[1] // patch[1])),
-        names=known,
-        labelled=labelled,
+        prefix=trace.num_prefix_tokens,
+        names=[given.name(i) if files else f"image {i + 1}" for i in source.order],  # type: ignore[union-attr]
+        static_macs=model.static_macs(output),
+        skips=bool(joined["skips"].any()),
+        labels=joined["labels"] if labelled else None,
         class_names=list(class_names) if class_names is not None else model.class_names,
-        static_macs=parts.static(model),
+        scores=Scores(scored[0], joined["scores"], scored[1], scored[2]) if scored and "scores" in joined else None,
+        plans=plans,
+        unreadable=unreadable,
         source=source,
+        **{key: joined[key] for key in arrays if key in joined},
     )
 
 
-def _batches(source: _Source, labels: Sequence[int] | None, size: int) -> Any:
-    """(images, their numbers, their labels, numbers of those that cannot be read)"""
-    order = in_order(len(source.items), size)
-    if isinstance(source.items, Tensor):
-        for part in order:
-            yield source.items[part], part, [0 if labels is None else labels[i] for i in part], []
-        return
-    assert source.images is not None
-    for loaded in batches(source.images, order):
-        truth = loaded.labels.tolist() if labels is None else [labels[i] for i in loaded.indices.tolist()]
-        yield loaded.images, loaded.indices.tolist(), truth, loaded.unreadable
+def _kept(output: Output) -> dict[str, Tensor]:
+    """What is kept of a batch, by the names of Seen's fields."""
+    trace, facts, prefix = output.trace, output.trace.facts, output.trace.num_prefix_tokens
+    top = output.logits.float().softmax(-1).max(-1)
+    kept = {
+        "attended": trace.attended[..., prefix:],
+        "live": trace.live,
+        "predicted": top.indices,
+        "confidence": top.values,
+        "macs": output.macs_deployed,
+        "skips": torch.tensor([any(isinstance(s.decision, Skip) for s in trace.steps)]),
+    }
+    groups, scores = folded(trace), _scores(trace)
+    if groups is not None:
+        kept["groups"] = (groups[..., prefix:] - prefix).clamp_min(-1).to(torch.int32)
+    if "plan" in facts:
+        kept |= {name: facts[name][..., prefix:] for name in ("plan", "planned", "halt")}
+    if scores is not None:
+        kept["scores"] = scores[3]
+    return kept
+
+
+def _scores(trace: Trace) -> tuple[str, list[int], bool, Tensor] | None:
+    """Name, blocks, whether a higher score leaves sooner, and values [S, B, P] of what patches were judged by."""
+    facts, last, prefix = trace.facts, len(trace.attended), trace.num_prefix_tokens
+    if "keep_scores" in facts:
+        kept = [i for i, block in enumerate(facts["keep_blocks"].tolist()) if block < last]
+        blocks = [int(facts["keep_blocks"][i]) for i in kept]
+        return ("score for staying", blocks, False, facts["keep_scores"][kept][..., prefix:]) if kept else None
+    name = "scores" if "halt" in facts else "chance"
+    if name == "chance" and (name not in facts or facts[name].shape[-1] != trace.attended.shape[-1]):
+        return None
+    live, values = trace.attended[:-1, :, prefix:], facts[name][: last - 1, :, prefix:].float()
+    title = "halting score" if name == "scores" else "chance of stopping"
+    return title, list(range(1, last)), True, torch.where(live, values, torch.full_like(values, float("nan")))
 
 
 def folded(trace: Trace) -> Tensor | None:
-    """[L, B, N] the slot that every slot has become part of after each block, -1 where it has left for good.
+    """[L, B, N] the slot that every slot was merged into after each block, -1 where it has left for good.
 
     None for a policy that never merges.
     """
@@ -179,88 +333,3 @@ def _moved(now: Tensor, own: Tensor, step: AppliedDecision) -> Tensor:
     else:
         return now
     return torch.where(now < 0, now, goes.gather(1, now.clamp_min(0)))
-
-
-class _Parts:
-    """What is collected of every batch."""
-
-    def __init__(self) -> None:
-        self.unreadable, self.prefix, self.skips = 0, 0, False
-        self.lists: dict[str, list[Array]] = {}
-        self.stages: list[int] = []
-        self.blocks: list[int] = []
-        self.score_name, self.stops = "", False
-        self.output: Output | None = None
-
-    def _keep(self, name: str, value: Tensor) -> None:
-        self.lists.setdefault(name, []).append(value.detach().cpu().numpy())
-
-    def static(self, model: AdaptiveViT) -> float:
-        assert self.output is not None
-        return model.static_macs(self.output)
-
-    def add(self, output: Output, labels: list[int]) -> None:
-        trace, facts = output.trace, output.trace.facts
-        self.output, prefix = output, trace.num_prefix_tokens
-        self.prefix = prefix
-        self.skips |= any(isinstance(s.decision, Skip) for s in trace.steps)
-        self._keep("attended", trace.attended[..., prefix:])
-        self._keep("live", trace.live)
-        top = output.logits.float().softmax(-1).max(-1)
-        self._keep("predicted", top.indices)
-        self._keep("confidence", top.values)
-        self._keep("macs", output.macs_deployed)
-        self._keep("labels", torch.tensor(labels))
-        groups = folded(trace)
-        if groups is not None:
-            self._keep("groups", (groups[..., prefix:] - prefix).clamp_min(-1).to(torch.int32))
-        if "plan" in facts:
-            self.stages = [int(s) for s in facts["stages"]]
-            self._keep("plan", facts["plan"][..., prefix:])
-            self._keep("planned", facts["planned"][..., prefix:])
-            self._keep("halt", facts["halt"][..., prefix:])
-        self._scores(trace, facts)
-
-    def _scores(self, trace: Trace, facts: dict[str, Tensor]) -> None:
-        live = trace.attended[:-1, :, trace.num_prefix_tokens :]
-        last = len(trace.attended)
-        if "keep_scores" in facts:
-            kept = [i for i, b in enumerate(facts["keep_blocks"].tolist()) if b < last]
-            self.score_name, self.stops = "score for staying", False
-            self.blocks = [int(facts["keep_blocks"][i]) for i in kept]
-            if kept:
-                self._keep("scores", facts["keep_scores"][kept][..., trace.num_prefix_tokens :])
-        elif "halt" in facts or facts.get("chance", live[..., :0]).shape[-1:] == trace.attended.shape[-1:]:
-            name = "scores" if "halt" in facts else "chance"
-            self.score_name, self.stops = ("halting score" if name == "scores" else "chance of stopping"), True
-            self.blocks = list(range(1, last))
-            values = facts[name][: last - 1, :, trace.num_prefix_tokens :].float()
-            self._keep("scores", torch.where(live, values, torch.full_like(values, float("nan"))))
-
-    def seen(self, *, labelled: bool, **known: Any) -> Seen:
-        joined = {name: np.concatenate(parts, _axis(name)) for name, parts in self.lists.items()}
-        plans = scores = None
-        if "plan" in joined:
-            plans = Plans(joined["plan"], joined["planned"], self.stages, joined["halt"])
-        if "scores" in joined:
-            scores = Scores(self.score_name, joined["scores"], self.blocks, self.stops)
-        return Seen(
-            attended=joined["attended"],
-            live=joined["live"],
-            groups=joined.get("groups"),
-            predicted=joined["predicted"],
-            confidence=joined["confidence"],
-            macs=joined["macs"],
-            labels=joined["labels"] if labelled else None,
-            prefix=self.prefix,
-            skips=self.skips,
-            scores=scores,
-            plans=plans,
-            unreadable=self.unreadable,
-            **known,
-        )
-
-
-def _axis(name: str) -> int:
-    """Where B stands."""
-    return 1 if name in ("attended", "live", "groups", "plan", "planned", "scores") else 0

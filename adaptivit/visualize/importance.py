@@ -2,9 +2,9 @@
 
 Shapes: B images, P patches, S places where patches were scored, T patches that are left out at each.
 
-The importance of a patch at a block is the change of the loss of the vanilla transformer, in which every token goes
-through every block, when that patch is left out from that block on. The same measure serves every policy: nothing of
-its own decisions is in it.
+The importance of a patch at a block is the change of the loss of the static transformer, in which every token goes
+through every block, when that patch is left out from that block on. The same measure serves every policy: none of its
+own decisions is in it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..model import AdaptiveViT
-from .collect import Progress
-from .seen import Array, Seen
+from .collect import Array, Progress, Seen
+from .statistics import correlation, ranks
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def leave_one_out(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Importance:
-    """Leave out up to `tokens` randomly chosen patches, one at a time, at every scored block of some `images`:
-    their indices, or the first so many.
+    """Leave out up to `tokens` random patches, one at a time, at every scored block of some images.
 
-    The loss is the cross-entropy of the label; without labels that of the class that the vanilla transformer says.
+    images: their indices, or the first so many. The loss is the cross-entropy of the label; without labels that of the
+    class that the static transformer predicts.
     """
     if seen.scores is None:
         raise UserError(f"{seen.policy} gives patches no scores that could be compared with their importance.")
@@ -58,46 +58,33 @@ def leave_one_out(
         raise UserError(f"tokens: a correlation takes at least 3 patches, got {tokens}.")
     scores, random = seen.scores, np.random.default_rng(seed)
     which = list(range(min(images, len(seen)))) if isinstance(images, int) else list(images)
-    places, count = len(scores.blocks), len(which)
     tokens = min(tokens, seen.attended.shape[-1])
-    chosen = np.full((places, count, tokens), -1)
-    change = np.full((places, count, tokens), np.nan)
-    pearson, spearman = np.full((places, count), np.nan), np.full((places, count), np.nan)
+    places = (len(scores.blocks), len(which))
+    chosen, change = np.full((*places, tokens), -1), np.full((*places, tokens), np.nan)
+    pearson, spearman = np.full(places, np.nan), np.full(places, np.nan)
     for b, i in enumerate(which):
         rows = _rows(model, seen.tensor(i))
         whole = _logits(model, rows[-1])
         target = whole.argmax(-1) if seen.labels is None else torch.tensor(seen.labels[i : i + 1], device=whole.device)
         base = float(F.cross_entropy(whole, target))
         for s, block in enumerate(scores.blocks):
-            scored = np.flatnonzero(np.isfinite(scores.values[s, i]))
-            picked = np.sort(random.permutation(scored)[:tokens])
-            losses = [
-                _without(model, rows[block], part + seen.prefix, block, target)
-                for part in np.array_split(picked, max(1, -(-len(picked) // batch_size)))
-                if len(part)
-            ]
-            if losses:
-                chosen[s, b, : len(picked)] = picked
-                change[s, b, : len(picked)] = torch.cat(losses).cpu().numpy() - base
+            picked = np.sort(random.permutation(np.flatnonzero(np.isfinite(scores.values[s, i])))[:tokens])
+            if count := len(picked):
+                parts = np.array_split(picked, -(-count // batch_size))
+                losses = [_without(model, rows[block], part + seen.prefix, block, target) for part in parts]
                 keep = scores.values[s, i, picked] * (-1 if scores.stops else 1)
-                pearson[s, b], spearman[s, b] = correlations(keep, change[s, b, : len(picked)])
+                chosen[s, b, :count] = picked
+                change[s, b, :count] = torch.cat(losses).cpu().numpy() - base
+                pearson[s, b], spearman[s, b] = correlations(keep, change[s, b, :count])
             if progress:
-                progress(b * places + s + 1, count * places)
+                progress(b * places[0] + s + 1, places[0] * places[1])
     return Importance(scores.blocks, pearson, spearman, which, chosen, change, tokens)
 
 
 def correlations(x: Array, y: Array) -> tuple[float, float]:
-    """Pearson's and Spearman's; NaN for fewer than three pairs or where one side does not vary."""
-    if len(x) < 3 or np.ptp(x) < 1e-12 or np.ptp(y) < 1e-12:
-        return float("nan"), float("nan")
-    return float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
-
-
-def _ranks(values: Array) -> Array:
-    """Ranks; equals share their mean."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+    """Pearson's and Spearman's."""
+    pearson = correlation(x, y)
+    return pearson, pearson if np.isnan(pearson) else correlation(ranks(x), ranks(y))
 
 
 def _rows(model: AdaptiveViT, image: Tensor) -> list[Tensor]:

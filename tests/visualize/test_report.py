@@ -17,7 +17,7 @@ from PIL import Image
 from adaptivit.errors import UserError
 from adaptivit.utils import plotting
 from adaptivit.utils.plotting import halting_maps, layer_curve
-from adaptivit.visualize.html_report import Picture, write_report
+from adaptivit.visualize.html import Picture, write_report
 
 LAYERS = 12
 

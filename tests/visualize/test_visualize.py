@@ -24,8 +24,9 @@ from adaptivit.data.dataset import Labelled
 from adaptivit.decision import AppliedDecision, Drop, Merge, Trace
 from adaptivit.errors import DataError, UserError
 from adaptivit.model import AdaptiveViT
-from adaptivit.visualize import charts, collect, importance, paint, writing
-from adaptivit.visualize.page import Found, page
+from adaptivit.visualize import charts, collect, importance, report_folder, statistics
+from adaptivit.visualize import pictures as paint
+from adaptivit.visualize.report_page import Found, report_page
 from tests.support.commands import refused, run
 from tests.support.data_sets import folder
 from tests.support.models import pictures, tiny
@@ -269,15 +270,15 @@ def test_charts_are_svg_in_the_colours_of_the_theme() -> None:
 
 
 def test_shares_and_correlations() -> None:
-    low, high = charts.wilson(8, 10)
+    low, high = statistics.wilson(0.8, 10)
     assert low == pytest.approx(0.4902, abs=1e-4)
     assert high == pytest.approx(0.9433, abs=1e-4)
     x = np.array([1.0, 2.0, 2.0, 5.0, 9.0])
     assert importance.correlations(x, x**3)[1] == pytest.approx(1)
     assert importance.correlations(x, -x)[0] == pytest.approx(-1)
     assert np.isnan(importance.correlations(x, np.ones(5))).all()
-    assert importance._ranks(x).tolist() == [1, 2.5, 2.5, 4, 5]
-    mean, half = charts.mean_and_half(np.array([[1.0, 3.0, np.nan], [np.nan] * 3]))
+    assert statistics.ranks(x).tolist() == [1, 2.5, 2.5, 4, 5]
+    mean, half = statistics.mean_and_half(np.array([[1.0, 3.0, np.nan], [np.nan] * 3]))
     assert mean[0] == 2
     assert half[0] == pytest.approx(1.96)
     assert np.isnan(mean[1])
@@ -396,7 +397,7 @@ def standing_alone(text: str) -> Reader:
 @pytest.mark.parametrize("policy", EVERY)
 def test_a_page_of_every_policy_stands_alone(policy: str) -> None:
     seen = seen_of(policy, 3)
-    text = page(Found(seen, [0, 2]), "adaptivit <x>")
+    text = report_page(Found(seen, [0, 2]), "adaptivit <x>")
     read = standing_alone(text)
     assert "adaptivit &lt;x&gt;" in text
     assert read.tags.count("article") == text.count('type="range"') == 2
@@ -572,7 +573,7 @@ def test_an_interruption_leaves_the_old_report(tmp_path: Path, monkeypatch: pyte
     def stop(*_: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "page", stop)
+    monkeypatch.setattr(report_folder, "report_page", stop)
     with pytest.raises(KeyboardInterrupt):
         visualize.write(Found(seen_of("fold"), [0]), tmp_path)
     assert (tmp_path / "report.html").read_text() == "old"

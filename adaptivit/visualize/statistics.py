@@ -1,20 +1,57 @@
-"""Which classes gain and lose against the static model, and which go deep (A-ViT Table 1)."""
+"""Intervals, correlations and rows by class (A-ViT Table 1) of what a model did with images.
+
+Shapes: B images, S places where patches were scored.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from .seen import Seen
+from .collect import Array, Seen
 
 Row = dict[str, Any]
 
 
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `count` (Wilson's, which holds near 0 and 1 too)."""
+    z = 1.96
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return centre - half, centre + half
+
+
+def correlation(x: Array, y: Array) -> float:
+    """Pearson's; NaN for fewer than three pairs or where one side does not vary."""
+    if len(x) < 3 or np.ptp(x) < 1e-12 or np.ptp(y) < 1e-12:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def ranks(values: Array) -> Array:
+    """Ranks from 1; equals share their mean. Their correlation is Spearman's."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def mean_and_half(values: Array) -> tuple[Array, Array]:
+    """[S, B] -> means over the images [S] and half the width of their 95 % intervals; NaN where nothing is defined."""
+    known = np.isfinite(values)
+    count, filled = known.sum(1), np.nan_to_num(values)
+    mean = np.where(count > 0, filled.sum(1) / np.maximum(count, 1), np.nan)
+    spread = np.where(known, (filled - mean[:, None]) ** 2, 0).sum(1) / np.maximum(count - 1, 1)
+    return mean, np.where(count > 1, 1.96 * np.sqrt(spread / np.maximum(count, 1)), 0.0)
+
+
 def by_class(seen: Seen, static: Seen | None = None) -> list[Row]:
-    """One row a class that has images: class, images, top-1 %, mean depth; with `static` also its top-1 % and the
-    change in points. `static` is what a static model said of the same images."""
+    """One row a class that has images: class, images, top-1 %, mean depth.
+
+    With a static model on the same images also its top-1 % and the change in points.
+    """
     if seen.labels is None or seen.correct is None:
         raise UserError("Classes can be compared where labels are known: give a labelled data set.")
     if static is not None and (static.names != seen.names or static.correct is None):

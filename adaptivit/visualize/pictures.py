@@ -19,22 +19,20 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import UserError
 from ..utils.plotting import COLOURS, FAINT, INK, MUTED, halting_maps
-from .seen import Array, Seen
+from .collect import Array, Seen
 
 CELL = 8
 TILE = 224  # pixels across one image of a sheet
+DIM = 0.6  # brightness of a halted patch's colour: live patches are bright
 _VEIL, _HALTED, _TINT = 0.88, 0.7, 0.8  # how much a skipped, a halted, a planned patch is covered
 _SKIPPED = (206, 213, 223)  # pale, and neither the white nor the grey of a photograph
-DIM = 0.6  # brightness of a halted patch's colour: who is still at work is what shines
 _DROPPED = (24, 26, 30)
+_LINE = (255, 255, 255, 190)  # around merged regions
 
-VIEWS = {
-    "tokens": "Tokens at work",
-    "groups": "Merged regions",
-    "plan": "Planned depth",
-}
+VIEWS = {"tokens": "Tokens at work", "groups": "Merged regions", "plan": "Planned depth"}
 
 
+# -- overlays -------------------------------------------------------------------------------------------------------
 def views(seen: Seen) -> list[str]:
     """The kinds of overlay that this policy has."""
     return ["tokens", *(["groups"] if seen.groups is not None else []), *(["plan"] if seen.plans is not None else [])]
@@ -46,10 +44,8 @@ def overlay(seen: Seen, index: int, layer: int, view: str = "tokens") -> Array:
         raise UserError(f"view: {seen.policy} has {', '.join(views(seen))}, not {view!r}.")
     if not 0 <= layer < seen.layers:
         raise UserError(f"layer: expected 0..{seen.layers - 1}, got {layer}.")
-    if view == "groups":
-        return _groups(seen, index, layer)
-    patches = _plan(seen, index, layer) if view == "plan" else _tokens(seen, index, layer)
-    return patches.reshape(*seen.grid, 4).repeat(CELL, 0).repeat(CELL, 1)
+    make = {"tokens": _tokens, "groups": _groups, "plan": _plan}[view]
+    return make(seen, index, layer)
 
 
 def shades(values: Array, layers: int, light: float = 1.0) -> Array:
@@ -58,8 +54,13 @@ def shades(values: Array, layers: int, light: float = 1.0) -> Array:
     return (255 * light * colours).round().astype(np.uint8)
 
 
+def _cells(seen: Seen, patches: Array) -> Array:
+    """[P, 4] -> [gh CELL, gw CELL, 4]"""
+    return patches.reshape(*seen.grid, 4).repeat(CELL, 0).repeat(CELL, 1)
+
+
 def _tokens(seen: Seen, index: int, layer: int) -> Array:
-    """[P, 4] patches that sit out are veiled; those that have left have the colour of their depth."""
+    """Patches that skip the block are veiled; those that have left have the colour of their depth."""
     out = np.zeros((seen.attended.shape[-1], 4), np.uint8)
     absent = ~seen.attended[layer, index]
     if seen.skips:
@@ -67,11 +68,11 @@ def _tokens(seen: Seen, index: int, layer: int) -> Array:
     else:
         out[absent, :3] = shades(seen.depth[index][absent], seen.layers, DIM)
         out[absent, 3] = round(255 * _HALTED)
-    return out
+    return _cells(seen, out)
 
 
 def _plan(seen: Seen, index: int, layer: int) -> Array:
-    """[P, 4] the newest plan; patches that had halted by then are dark."""
+    """The newest plan; patches that had halted by then are dark."""
     assert seen.plans is not None
     out = np.zeros((seen.attended.shape[-1], 4), np.uint8)
     made = [s for s, stage in enumerate(seen.plans.stages) if stage <= layer + 1]
@@ -79,54 +80,46 @@ def _plan(seen: Seen, index: int, layer: int) -> Array:
         live = seen.plans.live[made[-1], index]
         out[:, :3] = np.where(live[:, None], shades(seen.plans.values[made[-1], index], seen.layers), _DROPPED)
         out[:, 3] = round(255 * _TINT)
-    return out
+    return _cells(seen, out)
 
 
 def executed(seen: Seen, index: int) -> Array:
     """An overlay of the depth at which every patch halted, beside plans."""
     assert seen.plans is not None
-    done = np.empty((*seen.grid, 4), np.uint8)
-    done[..., :3] = shades(seen.plans.halt[index], seen.layers).reshape(*seen.grid, 3)
-    done[..., 3] = round(255 * _TINT)
-    return done.repeat(CELL, 0).repeat(CELL, 1)
+    done = np.full((seen.attended.shape[-1], 4), round(255 * _TINT), np.uint8)
+    done[:, :3] = shades(seen.plans.halt[index], seen.layers)
+    return _cells(seen, done)
 
 
 def _groups(seen: Seen, index: int, layer: int) -> Array:
     """Merged patches in the mean colour of their region, with a line around it; patches by themselves stay clear."""
     assert seen.groups is not None
     group = seen.groups[layer, index]
-    colours = _patch_means(seen.pixels(index), seen.grid).reshape(-1, 3)
-    out = np.zeros((len(group), 4), np.uint8)
-    line = np.zeros(len(group), bool)
+    photo = Image.fromarray(seen.pixels(index)).resize(seen.grid[::-1], Image.Resampling.BOX)
+    colours = np.asarray(photo, dtype=np.float64).reshape(-1, 3)  # [P, 3] mean colour of every patch
+    out, merged = np.zeros((len(group), 4), np.uint8), np.zeros(len(group), bool)
     for number in np.unique(group):
         members = group == number
         if number < 0:
             out[members] = (*_DROPPED, round(255 * _TINT))
         elif members.sum() > 1:
             out[members] = (*colours[members].mean(0).round().astype(np.uint8), 255)
-            line |= members
-    cells = out.reshape(*seen.grid, 4).repeat(CELL, 0).repeat(CELL, 1)
-    return _lined(cells, group.reshape(seen.grid), line.reshape(seen.grid))
-
-
-def _lined(cells: Array, group: Array, lined: Array) -> Array:
-    """A light line where two regions meet and at least one of them is merged."""
-    for axis in (0, 1):
-        a, b = (np.take(group, range(s, group.shape[axis] - 1 + s), axis) for s in (0, 1))
-        c, d = (np.take(lined, range(s, group.shape[axis] - 1 + s), axis) for s in (0, 1))
-        for row, column in np.argwhere((a != b) & (c | d)):
-            top, left = row * CELL, column * CELL
-            if axis == 0:
-                cells[top + CELL - 1 : top + CELL, left : left + CELL] = (255, 255, 255, 190)
-            else:
-                cells[top : top + CELL, left + CELL - 1 : left + CELL] = (255, 255, 255, 190)
+            merged |= members
+    cells = _cells(seen, out)
+    group, merged = group.reshape(seen.grid), merged.reshape(seen.grid)
+    for top, left in np.argwhere((group[:-1] != group[1:]) & (merged[:-1] | merged[1:])) * CELL:
+        cells[top + CELL - 1, left : left + CELL] = _LINE
+    for top, left in np.argwhere((group[:, :-1] != group[:, 1:]) & (merged[:, :-1] | merged[:, 1:])) * CELL:
+        cells[top : top + CELL, left + CELL - 1] = _LINE
     return cells
 
 
-def _patch_means(pixels: Array, grid: tuple[int, int]) -> Array:
-    """[gh, gw, 3] mean colour of every patch."""
-    small = Image.fromarray(pixels).resize((grid[1], grid[0]), Image.Resampling.BOX)
-    return np.asarray(small, dtype=np.float64)
+# -- single images --------------------------------------------------------------------------------------------------
+def plain(seen: Seen, index: int, width: int = TILE) -> Image.Image:
+    """An image as the model saw it."""
+    photo = Image.fromarray(seen.pixels(index))
+    height = max(1, round(width * photo.height / photo.width))
+    return photo.resize((width, height), Image.Resampling.LANCZOS)
 
 
 def painted(seen: Seen, index: int, layer: int, view: str = "tokens", width: int = TILE) -> Image.Image:
@@ -139,29 +132,7 @@ def _laid(photo: Image.Image, cells: Array) -> Image.Image:
     return Image.alpha_composite(photo.convert("RGBA"), over).convert("RGB")
 
 
-def plain(seen: Seen, index: int, width: int = TILE) -> Image.Image:
-    """An image as the model saw it."""
-    photo = Image.fromarray(seen.pixels(index))
-    height = max(1, round(width * photo.height / photo.width))
-    return photo.resize((width, height), Image.Resampling.LANCZOS)
-
-
-@functools.lru_cache(maxsize=16)
-def _font(size: int, bold: bool = False) -> Any:
-    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    return ImageFont.truetype(str(folder / f"DejaVuSans{'-Bold' if bold else ''}.ttf"), size)
-
-
-def _written(draw: Any, place: tuple[int, int], text: str, width: int, size: int, colour: str, bold: bool) -> None:
-    """Text that is made smaller, and at last cut, where it would be wider than its place."""
-    text = " ".join(text.split())
-    while size > 11 and draw.textlength(text, font=_font(size, bold)) > width:
-        size -= 1
-    while len(text) > 1 and draw.textlength(text, font=_font(size, bold)) > width:
-        text = text[:-2].rstrip(" .,·") + "…"
-    draw.text(place, text, font=_font(size, bold), fill=colour)
-
-
+# -- sheets ---------------------------------------------------------------------------------------------------------
 def sheet(
     rows: Sequence[Sequence[tuple[Image.Image, str]]],
     *,
@@ -173,39 +144,56 @@ def sheet(
     gap, caption, head, margin = 14, 34, 40 if any(headings) else 0, 28
     columns = max(len(row) for row in rows)
     tile, high = rows[0][0][0].size
-    legend = 76 if layers else 0
     width = max(2 * margin + columns * tile + (columns - 1) * gap, 420)
-    height = 2 * margin + len(rows) * (head + high + caption) + (len(rows) - 1) * gap + legend
+    height = 2 * margin + len(rows) * (head + high + caption) + (len(rows) - 1) * gap + (76 if layers else 0)
     page = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(page)
     top = margin
     for number, row in enumerate(rows):
         if head:
-            _written(draw, (margin, top), headings[number], width - 2 * margin, 20, INK, True)
+            _write(draw, (margin, top), headings[number], width - 2 * margin, 20, INK, True)
             top += head
         for column, (picture, words) in enumerate(row):
             left = margin + column * (tile + gap)
             page.paste(picture, (left, top))
             draw.rectangle((left - 1, top - 1, left + tile, top + high), outline=FAINT)
-            _written(draw, (left, top + high + 8), words, tile, 15, MUTED, False)
+            _write(draw, (left, top + high + 8), words, tile, 15, MUTED, False)
         top += high + caption + gap
     if layers:
         _legend(draw, (margin, top + 4), min(width - 2 * margin, 620), layers, light)
     return page
 
 
+@functools.lru_cache(maxsize=16)
+def _font(size: int, bold: bool = False) -> Any:
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    return ImageFont.truetype(str(folder / f"DejaVuSans{'-Bold' if bold else ''}.ttf"), size)
+
+
+def _write(draw: Any, place: tuple[int, int], text: str, width: int, size: int, colour: str, bold: bool) -> None:
+    """Text that is made smaller, and at last cut, where it would be wider than its place."""
+    text = " ".join(text.split())
+    while size > 11 and draw.textlength(text, font=_font(size, bold)) > width:
+        size -= 1
+    while len(text) > 1 and draw.textlength(text, font=_font(size, bold)) > width:
+        text = text[:-2].rstrip(" .,·") + "…"
+    draw.text(place, text, font=_font(size, bold), fill=colour)
+
+
+def _colour(depth: int, layers: int, light: float) -> tuple[int, ...]:
+    return tuple(shades(np.array(depth), layers, light).tolist())
+
+
 def _legend(draw: Any, place: tuple[int, int], width: int, layers: int, light: float) -> None:
     """The colours of depths 0..layers with their numbers."""
-    left, top = place
-    label = "blocks computed"
+    (left, top), label = place, "blocks computed"
     draw.text((left, top + 2), label, font=_font(15), fill=MUTED)
     start = left + round(draw.textlength(label, font=_font(15))) + 14
     each = (left + width - start) / (layers + 1)
     step = max(1, math.ceil(26 / each))
     for depth in range(layers + 1):
-        x = round(start + depth * each)
-        colour = tuple(shades(np.array(depth), layers, light).tolist())
-        draw.rectangle((x, top, round(start + (depth + 1) * each) - 1, top + 20), fill=colour)
+        x, end = round(start + depth * each), round(start + (depth + 1) * each) - 1
+        draw.rectangle((x, top, end, top + 20), fill=_colour(depth, layers, light))
         if depth % step == 0:
             middle = x + each / 2 - draw.textlength(str(depth), font=_font(13)) / 2
             draw.text((middle, top + 25), str(depth), font=_font(13), fill=MUTED)
@@ -213,9 +201,8 @@ def _legend(draw: Any, place: tuple[int, int], width: int, layers: int, light: f
 
 def strip(seen: Seen, index: int, view: str = "tokens", layers: Sequence[int] | None = None) -> Image.Image:
     """An image and its patches block by block; for policies that skip, the routed blocks alone (A-MoD Fig. 5)."""
-    shown = changing(seen) if layers is None else layers
     tiles = [(plain(seen, index), seen.titles[index])]
-    for layer in shown:
+    for layer in changing(seen) if layers is None else layers:
         words = f"{'after ' if view == 'groups' else ''}block {layer + 1} · {_counted(seen, index, layer, view)}"
         tiles.append((painted(seen, index, layer, view), words))
     columns = len(tiles) if len(tiles) <= 7 else math.ceil(len(tiles) / 2) if len(tiles) <= 16 else 8
@@ -225,17 +212,15 @@ def strip(seen: Seen, index: int, view: str = "tokens", layers: Sequence[int] | 
 
 
 def _counted(seen: Seen, index: int, layer: int, view: str) -> str:
-    """Patches that a block computes; where regions are shown, the tokens that are left after it."""
+    """Patches that a block computes; for regions, the tokens that are left after it."""
     if view == "groups" and seen.groups is not None:
         return f"{len(set(seen.groups[layer, index].tolist()) - {-1})} tokens"
     return f"{int(seen.attended[layer, index].sum())} of {seen.attended.shape[-1]}"
 
 
 def changing(seen: Seen) -> list[int]:
-    """Blocks worth a picture: all, or those that somebody sits out."""
-    if not seen.skips:
-        return list(range(seen.layers))
-    return [layer for layer in range(seen.layers) if not seen.attended[layer].all()]
+    """Blocks worth a picture: all, or for policies that skip those in which a patch skips."""
+    return [layer for layer in range(seen.layers) if not (seen.skips and seen.attended[layer].all())]
 
 
 def maps(seen: Seen, indices: Sequence[int], columns: int = 3) -> Image.Image:
@@ -252,7 +237,7 @@ def maps(seen: Seen, indices: Sequence[int], columns: int = 3) -> Image.Image:
 
 
 def plan_sheet(seen: Seen, indices: Sequence[int]) -> Image.Image:
-    """Every image, what its planners said at each stage, and what was executed."""
+    """Every image, the plan of its planners at each stage, and what was executed."""
     if seen.plans is None:
         raise UserError(f"{seen.policy} plans no depths; AHT-ViT (aht) with planners does.")
     rows = []
@@ -280,15 +265,14 @@ def easy_and_hard(seen: Seen, count: int = 6) -> Image.Image:
     """The images that need the fewest and the most blocks (A-ViT Fig. 5)."""
     if seen.equal:
         raise UserError(f"{seen.policy} goes equally deep in every image here: there are no easy and hard ones.")
-    rows = []
-    for chosen in extremes(seen, count):
-        tiles = []
-        for i in chosen:
-            tiles.append((painted(seen, i, seen.layers - 1), f"{seen.titles[i]} · depth {seen.mean_depth[i]:.1f}"))
-        rows.append(tiles)
+    rows = [
+        [(painted(seen, i, seen.layers - 1), f"{seen.titles[i]} · depth {seen.mean_depth[i]:.1f}") for i in chosen]
+        for chosen in extremes(seen, count)
+    ]
     return sheet(rows, headings=("Easiest: the fewest blocks", "Hardest: the most blocks"), layers=seen.layers)
 
 
+# -- animations -----------------------------------------------------------------------------------------------------
 def frames(seen: Seen, index: int, view: str = "tokens", width: int = TILE) -> list[Image.Image]:
     """One picture a block: the image beside itself with the patches that are left, and which block runs."""
     margin, gap, foot = 16, 8, 62
@@ -303,19 +287,13 @@ def frames(seen: Seen, index: int, view: str = "tokens", width: int = TILE) -> l
         words = _counted(seen, index, layer, view) + ("" if view == "groups" else " patches")
         right = page.width - margin - draw.textlength(words, font=_font(15))
         draw.text((right, top), words, font=_font(15), fill=MUTED)
-        _progress(draw, (margin, top + 27), page.width - 2 * margin, seen.layers, layer)
+        across = page.width - 2 * margin
+        for number in range(seen.layers):  # a cell a block in the colour of that depth; those to come are empty
+            x, end = (margin + round(n * across / seen.layers) for n in (number, number + 1))
+            colour = _colour(number + 1, seen.layers, DIM) if number <= layer else FAINT
+            draw.rectangle((x, top + 27, end - 3, top + 36), fill=colour)
         made.append(page)
     return made
-
-
-def _progress(draw: Any, place: tuple[int, int], width: int, layers: int, layer: int) -> None:
-    """A cell a block in the colour of that depth; those to come are empty."""
-    left, top = place
-    for number in range(layers):
-        x = left + round(number * width / layers)
-        end = left + round((number + 1) * width / layers) - 3
-        colour = tuple(shades(np.array(number + 1), layers, DIM).tolist()) if number <= layer else FAINT
-        draw.rectangle((x, top, end, top + 9), fill=colour)
 
 
 def animation(seen: Seen, index: int, view: str = "tokens", width: int = TILE, milliseconds: int = 450) -> bytes:
@@ -330,10 +308,4 @@ def animation(seen: Seen, index: int, view: str = "tokens", width: int = TILE, m
     times = [milliseconds] * (len(flat) - 1) + [4 * milliseconds]
     out = io.BytesIO()
     flat[0].save(out, "GIF", save_all=True, append_images=flat[1:], duration=times, loop=0, optimize=False)
-    return out.getvalue()
-
-
-def png(picture: Image.Image) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, "PNG")
     return out.getvalue()
