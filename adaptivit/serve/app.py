@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from .. import __version__
 from . import kserve, page
-from .guard import Guard, incident
-from .limits import Refused
+from .errors import Refused, response
+from .guard import Guard
 from .schema import CLASSIFY, ERRORS, INFER, Classified
 from .service import Service
 
@@ -42,36 +42,14 @@ def make_app(
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(HTTPException, _not_found)
-    app.add_exception_handler(RequestValidationError, _not_valid)
-    app.add_exception_handler(Exception, _fault)
+    for kind in (Refused, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, response)
     _health(app, service)
     _classify(app, service)
     _kserve(app, service)
     if with_page:
         page.routes(app, service)
     return Guard(app, service.metrics, service.limits.max_requests, token, hosts)
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse({"error": error.line}, error.status, error.headers)
-
-
-async def _not_found(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    lines = {404: "There is nothing here.", 405: "This method is not allowed here."}
-    headers = dict(error.headers or {})
-    return JSONResponse({"error": lines.get(error.status_code, "Refused.")}, error.status_code, headers)
-
-
-async def _not_valid(_: Request, __: Exception) -> Response:
-    return JSONResponse({"error": "A part of the address is not what was expected."}, 422)
-
-
-async def _fault(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": incident(error)}, 500)
 
 
 def _health(app: FastAPI, service: Service) -> None:
@@ -126,7 +104,7 @@ def _kserve(app: FastAPI, service: Service) -> None:
 
     @app.get("/v2", tags=["V2"])
     async def server() -> dict[str, Any]:
-        return kserve.server()
+        return {"name": "adaptivit", "version": __version__, "extensions": []}
 
     @app.get("/v2/models/{name}", tags=["V2"])
     async def model(name: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Shapes: C x H x W an image, L blocks, P patches.
 
-A batch has room for so many tokens (of the mean block). An image takes up as many as images at its budget have been
-taking, so that where a static model's batch has 16 images, that of a model which halves its tokens has 32, and images
-of different budgets share one. The image that has waited longest always goes; those behind it ride along as they fit.
+A batch has room for a number of tokens (of the mean block). An image takes as many as recent images at its budget
+took: where 16 static images fill a batch, 32 of a model with half the tokens do, and budgets may differ within it. The
+image that has waited longest always goes, and those behind it as they fit.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..errors import UserError
 from ..model import AdaptiveViT
 from ..output import Output
 from ..utils.hardware import device_name
-from .memory import Keeper
+from .memory import Trimmer
 from .metrics import Metrics
 
-_MEMORY = 0.9  # how much of an expectation is kept when an image has been seen
+_MOMENTUM = 0.9  # of the moving mean of an image's tokens
 log = logging.getLogger("adaptivit.serve")
 
 
@@ -43,14 +43,14 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says of an image, and what that took."""
+    """The model's output for one image, its cost and its times."""
 
     logits: Tensor  # [classes], float32 on the CPU
     macs: float
     static_macs: float
     live: list[int]  # [L] tokens in each block's attention
     mean_depth: float
-    attended: Tensor | None  # [L, P] bool, where it was asked for
+    attended: Tensor | None  # [L, P] bool, if the job has `trace`
     queued: float  # seconds
     seconds: float  # of the pass that this image was part of
     images: int  # of that pass
@@ -86,13 +86,13 @@ class Batcher:
         self.images = images or max(1, 4 * self.tokens // slots)
         self.wait, self.queue, self.metrics = wait, queue, metrics or Metrics()
         self.costs = CostModel(model.whole or model.shape, slots)
-        self._expected: dict[int | None, float] = {}  # tokens in the mean block, by the budget's share of static
+        self._mean_tokens: dict[int | None, float] = {}  # in the mean block, by the budget's percentage of static
         self._waiting: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._run: Any = model
-        self._share(None)  # a budget of the model's own that cannot be met here is said now
+        self._percentage(None)  # a budget of the model that cannot be met here is an error now, not in the thread
         self._thread = threading.Thread(target=self._loop, name="adaptivit-model", daemon=True)
         self._thread.start()
 
@@ -112,7 +112,7 @@ class Batcher:
         return [job.answer for job in jobs]
 
     def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
-        """Run a function where the model runs, between two batches."""
+        """Run a function in the model's thread, between two batches."""
         answer: Future[Any] = Future()
         with self._changed:
             if self._closing or len(self._calls) >= self.queue:
@@ -122,7 +122,7 @@ class Batcher:
         return answer
 
     def budget(self, given: object) -> Budget | None:
-        """A budget of a request, checked: UserError where this model cannot meet it."""
+        """The budget of a request; UserError if this model cannot meet it."""
         if given is None:
             return None
         made = budgets.parse(given)
@@ -130,13 +130,13 @@ class Batcher:
         return made
 
     def expected(self, budget: Budget | None) -> float:
-        """Tokens of the mean block, by what images at this budget took; before any, by the budget itself."""
-        share = self._share(budget)
-        start = self.model.shape.tokens * (1.0 if share is None else share / 100)
-        return self._expected.get(share, start)
+        """Tokens of the mean block for images at this budget: measured, or at first those of the budget itself."""
+        percentage = self._percentage(budget)
+        start = self.model.shape.tokens * (1.0 if percentage is None else percentage / 100)
+        return self._mean_tokens.get(percentage, start)
 
-    def _share(self, budget: Budget | None) -> int | None:
-        """Whole percents of static's MACs, so that no number of different budgets fills the memory."""
+    def _percentage(self, budget: Budget | None) -> int | None:
+        """Percent of static's MACs: whole, so that many different budgets do not fill the memory."""
         budget = self.model._budget if budget is None else budget
         if budget is None or budget.free or self.model.calibration is None:
             return None
@@ -162,14 +162,14 @@ class Batcher:
     def _loop(self) -> None:
         with torch.inference_mode():
             self._prepare()
-            keeper = Keeper()
+            trimmer = Trimmer()
             while self._next():
-                self._answer(self._batch())
+                self._answer([job for job in self._batch() if job.answer.set_running_or_notify_cancel()])
                 self._one_call()
-                keeper.look()
+                trimmer.step()
 
     def _prepare(self) -> None:
-        """A first pass, which is slow; and on a GPU one CUDA graph for every batch, where the policy allows it."""
+        """A first pass, which is slow; on a GPU also one CUDA graph for every batch, if the policy allows it."""
         size = self.model.preprocessing.size
         self.model(torch.zeros(1, self.model.vit.in_chans, *size, device=self.device, dtype=self.dtype))
         if self.device.type != "cuda":
@@ -180,7 +180,7 @@ class Batcher:
             log.warning("no CUDA graph, running without: %s", error)
 
     def _next(self) -> bool:
-        """Wait for something to do; False when there will be nothing more."""
+        """Wait for something to do; False if closing and nothing is left."""
         with self._changed:
             while not self._waiting and not self._calls and not self._closing:
                 self._changed.wait()
@@ -202,8 +202,8 @@ class Batcher:
     def _fill(self) -> list[Job]:
         """The oldest image, and of the others, in their order, those that fit."""
         batch: list[Job] = []
-        room = float(self.tokens)
         left: deque[Job] = deque()
+        room = float(self.tokens)
         while self._waiting and len(batch) < self.images:
             job = self._waiting.popleft()
             if batch and job.tokens > room:
@@ -211,12 +211,10 @@ class Batcher:
                 continue
             batch.append(job)
             room -= job.tokens
-        left.extend(self._waiting)
-        self._waiting = left
+        self._waiting.extendleft(reversed(left))
         return batch
 
     def _answer(self, batch: list[Job]) -> None:
-        batch = [job for job in batch if job.answer.set_running_or_notify_cancel()]
         if not batch:
             return
         try:
@@ -227,7 +225,7 @@ class Batcher:
                 batch[0].answer.set_exception(error)
                 return
             for job in batch:  # one image may be at fault: the others get their answers
-                self._alone(job)
+                self._answer([job])
             return
         for job, answer in zip(batch, answers, strict=True):
             job.answer.set_result(answer)
@@ -243,28 +241,19 @@ class Batcher:
             except Exception as error:
                 answer.set_exception(error)
 
-    def _alone(self, job: Job) -> None:
-        try:
-            job.answer.set_result(self._pass([job])[0])
-        except Exception as error:
-            log.exception("the model failed")
-            job.answer.set_exception(error)
-
     def _pass(self, batch: list[Job]) -> list[Answer]:
         begun = time.monotonic()
         images = torch.stack([job.image for job in batch]).to(self.device, self.dtype)
         output = self._forward(images, [job.budget for job in batch])
         logits, attended = output.logits.float().cpu(), output.trace.attended.cpu()
-        live, macs = output.trace.live.T.tolist(), output.macs_deployed.tolist()
-        depth = output.trace.mean_depth.tolist()
+        macs, depth = output.macs_deployed.tolist(), output.trace.mean_depth.tolist()
+        live, prefix = output.trace.live.T.tolist(), output.trace.num_prefix_tokens
         seconds = time.monotonic() - begun
-        self._count(batch, live, macs, begun, seconds)
-        prefix, static = output.trace.num_prefix_tokens, self.costs.static
-        return [
+        answers = [
             Answer(
                 logits=logits[i],
                 macs=macs[i],
-                static_macs=static,
+                static_macs=self.costs.static,
                 live=live[i],
                 mean_depth=depth[i],
                 attended=attended[:, i, prefix:].clone() if job.trace else None,
@@ -274,31 +263,33 @@ class Batcher:
             )
             for i, job in enumerate(batch)
         ]
+        self._count(batch, answers)
+        return answers
 
     def _forward(self, images: Tensor, given: list[Budget | None]) -> Output:
         if all(b is None for b in given):
             return self._run(images)
         own = self.model.budget or "none"
         texts = [own if b is None else b.text for b in given]
-        if self._run is self.model:
-            return self.model(images, budget=texts)
         try:
             return self._run(images, budget=texts)
-        except UserError:  # a graph has the shapes of one budget where the dial fixes counts
+        except UserError:  # a graph has the shapes of one budget, if the policy's counts are fixed
+            if self._run is self.model:
+                raise
             return self.model(images, budget=texts)
 
-    def _count(self, batch: list[Job], live: list[list[int]], macs: list[float], begun: float, seconds: float) -> None:
-        layers, metrics = len(live[0]), self.metrics
-        tokens, static = sum(map(sum, live)), self.costs.static
-        for job, row in zip(batch, live, strict=True):
-            share, mean = self._share(job.budget), sum(row) / layers
-            self._expected[share] = _MEMORY * self._expected.get(share, mean) + (1 - _MEMORY) * mean
-            metrics.observe("queue_seconds", begun - job.since)
-        metrics.add("images_total", len(batch))
+    def _count(self, batch: list[Job], answers: list[Answer]) -> None:
+        metrics, count, layers = self.metrics, len(batch), len(answers[0].live)
+        for job, answer in zip(batch, answers, strict=True):
+            key, mean = self._percentage(job.budget), sum(answer.live) / layers
+            self._mean_tokens[key] = _MOMENTUM * self._mean_tokens.get(key, mean) + (1 - _MOMENTUM) * mean
+            metrics.observe("queue_seconds", answer.queued)
+        tokens, macs = sum(sum(answer.live) for answer in answers), sum(answer.macs for answer in answers)
+        metrics.add("images_total", count)
         metrics.add("batches_total")
         metrics.add("tokens_total", tokens)
-        metrics.add("tokens_saved_total", self.model.shape.tokens * layers * len(batch) - tokens)
-        metrics.add("macs_total", sum(macs))
-        metrics.add("macs_saved_total", static * len(batch) - sum(macs))
-        metrics.observe("batch_seconds", seconds)
-        metrics.observe("batch_images", len(batch))
+        metrics.add("tokens_saved_total", self.model.shape.tokens * layers * count - tokens)
+        metrics.add("macs_total", macs)
+        metrics.add("macs_saved_total", self.costs.static * count - macs)
+        metrics.observe("batch_seconds", answers[0].seconds)
+        metrics.observe("batch_images", count)

@@ -1,4 +1,4 @@
-"""adaptivit serve and adaptivit demo: the service on a socket, until it is told to stop."""
+"""adaptivit serve and adaptivit demo: the service on a socket, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .service import Service
 
 
 def demo_model() -> AdaptiveViT:
-    """The small model of handwritten digits that comes with the package (docs/demo.md)."""
+    """The small model of handwritten digits that comes with the package (docs/guide/quickstart.md)."""
     return load(Path(__file__).parent / "model").float()  # stored in half precision
 
 
@@ -87,8 +87,8 @@ def run(
         service.close()
         raise
     local = host in LOOPBACK
-    Image.MAX_IMAGE_PIXELS = service.limits.pixels  # PIL's own check, beside ours
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours refuses those; the log need not say it
+    Image.MAX_IMAGE_PIXELS = service.limits.pixels  # PIL's own check, as well
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the service refuses those
     app = make_app(service, token=token, hosts=(*LOOPBACK, *hosts) if local else (), with_page=page)
     server = uvicorn.Server(_settings(app, service.limits))
     shown = f"[{host}]" if ":" in host else host
@@ -122,7 +122,7 @@ def _settings(app: Any, limits: Limits) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _loading(host: str, port: int) -> Iterator[None]:
-    """A port that is taken is said before the model is read, which takes a while."""
+    """A status line. A taken port is an error before the model is read, which takes a while."""
     _listen(host, port).close()
     with Console(stderr=True).status("loading the model"):
         yield
@@ -139,7 +139,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _token(path: str | None) -> str | None:
-    """The bearer token of a file or of the environment: a command line is for all to see."""
+    """The bearer token of a file or of the environment, since others can see a command line."""
     if path is None:
         text, where = os.environ.get(TOKEN), TOKEN
     else:

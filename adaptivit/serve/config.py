@@ -7,15 +7,14 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..errors import UserError
-from ..utils.coerce import at_least, positive
+from ..utils.coerce import at_least, positive, require
 
 TOKEN = "ADAPTIVIT_TOKEN"  # the environment variable that may hold the bearer token
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for. More is refused with one line."""
+    """Limits on requests. What exceeds one is refused with one line."""
 
     max_upload: float = 16.0
     """Megabytes of a request's body, however it is sent."""
@@ -28,7 +27,7 @@ class Limits:
     max_requests: int = 64
     """Requests under way at once; with more, 429."""
     max_connections: int = 512
-    """Connections that are open at once; more are closed unheard."""
+    """Connections open at once; more are closed."""
     timeout: float = 30.0
     """Seconds for a request, its upload included; for its head to arrive, and for its answer to be fetched."""
 
@@ -37,11 +36,8 @@ class Limits:
             positive(name, getattr(self, name))
         for name in ("max_images", "max_queue", "max_requests", "max_connections"):
             at_least(name, getattr(self, name), 1)
-        if self.max_queue < self.max_images:
-            raise UserError(
-                f"max_queue: expected room for at least one request of {self.max_images} images (--max-images), "
-                f"got {self.max_queue}."
-            )
+        room = f"room for at least one request of {self.max_images} images (--max-images)"
+        require(self.max_queue >= self.max_images, "max_queue", room, self.max_queue)
 
     @property
     def bytes(self) -> int:
@@ -53,7 +49,24 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class Listening:
+    """Where a service listens, and where its model runs."""
+
+    class_names: str | None = None
+    """Text file with one class name a line; default: the checkpoint's."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of this machine's, which others can reach."""
+    port: int = 8000
+    """Port to listen on; 0 for any free one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port <= 65535, "port", "0..65535", self.port)
+
+
+@dataclass(frozen=True)
+class ServeConfig(Listening):
     """Answer HTTP requests with a checkpoint: classes, probabilities and what each image cost.
 
     Example: adaptivit serve runs/aht/model --budget -33%
@@ -62,29 +75,22 @@ class ServeConfig:
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """Directory saved by `train` or save_pretrained; or leave it out and name a --backbone with a --policy."""
     backbone: str | None = None
-    """timm name, where there is no checkpoint."""
+    """timm name, if there is no checkpoint."""
     policy: str = "static"
     """Policy and settings for that backbone, e.g. fold:budget=0.67 (listed below)."""
     weights: str | None = None
     """Weights for that backbone: .safetensors or .pth in timm's keys."""
     img_size: int | None = None
     """Image size in pixels; default: the backbone's."""
-    class_names: str | None = None
-    """Text file with one class name a line; default: the checkpoint's."""
     name: str = "adaptivit"
-    """What the model is called in /v2/models/NAME."""
+    """The model's name in /v2/models/NAME."""
     budget: str | None = None
-    """What an image may cost in the mean where a request does not say: '0.8 GMACs', -33% or '3 ms'; for a calibrated
-    checkpoint."""
+    """Mean cost of an image if a request names none: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint."""
     max_macs: str | None = None
-    """What any single image may cost at most, whatever a request says: '1.0 GMACs' or -20%."""
+    """Highest cost of any single image, whatever its request asks for: '1.0 GMACs' or -20%."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all of this machine's, which lets others in."""
-    port: int = 8000
-    """Port to listen on; 0 for any free one."""
     hosts: tuple[str, ...] = ()
-    """On a loopback address: further names by which requests may call this service (a proxy's)."""
+    """On a loopback address: further names that the Host header may have (a proxy's)."""
     token_file: str | None = None
     """File with a bearer token that requests must carry; or set ADAPTIVIT_TOKEN. Default: none is asked for."""
     page: bool = True
@@ -97,22 +103,19 @@ class ServeConfig:
     wait_ms: float = 2.0
     """How long a batch that is not full waits for more."""
     limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"port: expected 0..65535, got {self.port}.")
+        super().__post_init__()
         for name in ("batch_tokens", "batch_images", "img_size"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
         at_least("wait_ms", self.wait_ms, 0)
-        if not self.name or not all(c.isalnum() or c in "._-" for c in self.name):
-            raise UserError(f"name: expected letters, digits, '.', '_' and '-', got {self.name!r}.")
+        good = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
+        require(good, "name", "letters, digits, '.', '_' and '-'", self.name)
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Listening):
     """A page that shows which tokens leave where: drop an image, move the budget.
 
     Example: adaptivit demo
@@ -121,17 +124,5 @@ class DemoConfig:
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """Directory saved by `train` or save_pretrained; default: a small model of handwritten digits that comes with the
     package."""
-    class_names: str | None = None
-    """Text file with one class name a line; default: the checkpoint's."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 8000
-    """Port to listen on; 0 for any free one."""
     open: bool = False
     """Also open the page in a browser."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"port: expected 0..65535, got {self.port}.")

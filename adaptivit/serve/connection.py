@@ -1,7 +1,7 @@
-"""A connection that cannot be held for nothing: uvicorn's, with a time-out for whatever it is waiting for.
+"""uvicorn's connection with a time-out for each wait.
 
 uvicorn itself waits without end for the head of a first request, for one that comes byte by byte, and for a client to
-read its answer. A body that does not come is the routes' affair (Service.within).
+read its answer. Service.deadline limits the wait for a body.
 """
 
 from __future__ import annotations
@@ -19,53 +19,49 @@ class Connection(H11Protocol):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._late: asyncio.TimerHandle | None = None  # for a request, or for its answer to be read
-        self._full: asyncio.TimerHandle | None = None  # for room to write
+        # "request": until one has arrived, or its answer is read; "write": until there is room to write
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             transport.abort()
         else:
-            self._wait()
+            self._start("request")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        self._written()
+        self._stop("request")
+        self._stop("write")
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop()  # a request is under way
+        self._stop_if_under_way()
 
     def on_response_complete(self) -> None:
-        self._stop()
-        self._wait()  # for the answer to be read, and for the next request
+        self._start("request")  # for the answer to be read, and for the next request
         super().on_response_complete()
-        if not self.cycle.response_complete:
-            self._stop()  # that was here already
+        self._stop_if_under_way()  # the next one was already here
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._full = self.loop.call_later(self.limits.timeout, self.transport.abort)
+        self._start("write")
 
     def resume_writing(self) -> None:
-        self._written()
+        self._stop("write")
         super().resume_writing()
 
-    def _written(self) -> None:
-        if self._full is not None:
-            self._full.cancel()
-            self._full = None
+    def _stop_if_under_way(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop("request")
 
-    def _wait(self) -> None:
-        self._late = self.loop.call_later(self.limits.timeout, self.transport.abort)
+    def _start(self, name: str) -> None:
+        self._stop(name)
+        self._timers[name] = self.loop.call_later(self.limits.timeout, self.transport.abort)
 
-    def _stop(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
 
 
 def limited(limits: Limits) -> type[Connection]:

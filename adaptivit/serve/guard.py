@@ -1,19 +1,15 @@
-"""What holds for every request before a route sees it, and for every answer after: who may ask, how many at once,
-which headers."""
+"""Checks of every request before its route, headers of every answer, and their counts."""
 
 from __future__ import annotations
 
 import hmac
-import json
-import logging
 import time
-import uuid
 from collections.abc import Collection
-from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .limits import Refused, busy
+from .errors import Refused, busy, require, response
 from .metrics import Metrics
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -24,21 +20,22 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-    "Cache-Control": "no-store",
+    b"content-security-policy": _POLICY.encode(),
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"permissions-policy": b"camera=(), microphone=(), geolocation=()",
+    b"cache-control": b"no-store",
 }
-log = logging.getLogger("adaptivit.serve")
 
 
 class Guard:
-    """ASGI middleware. `hosts` are the names that a request may call this service by; empty for any: on a loopback
-    address it keeps out pages of other sites that have their name point there (DNS rebinding)."""
+    """ASGI middleware: host names, bearer token, requests at once, headers and counts.
+
+    hosts: names that the Host header may have; empty for any. On a loopback address they prevent DNS rebinding.
+    """
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, most: int, token: str | None = None, hosts: Collection[str] = ()
@@ -57,20 +54,19 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                known = {name.lower() for name, _ in message["headers"]}
-                more = [(k.lower().encode(), v.encode()) for k, v in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *(h for h in more if h[0] not in known)]
+                given = {name.lower(): value for name, value in message["headers"]}
+                more = [(name, value) for name, value in _HEADERS.items() if name not in given]
+                message["headers"] = [*message["headers"], *more]
             await send(message)
 
         self.under_way += 1
         self.metrics.add("requests_in_progress", 1)
         try:
-            await self._handle(scope, receive, out)
-        except Refused as refused:
-            await answer(out, refused.status, refused.line, refused.headers)
+            self._check(scope)
+            await self.app(scope, receive, out)
         except Exception as error:
             if not status:
-                await answer(out, 500, incident(error), {})
+                await (await response(Request(scope), error))(scope, receive, out)
         finally:
             self.under_way -= 1
             self.metrics.add("requests_in_progress", -1)
@@ -78,44 +74,22 @@ class Guard:
             self.metrics.add("requests_total", route=route, code=status)
             self.metrics.observe("request_seconds", time.monotonic() - begun, route=route)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {k.lower(): v for k, v in scope["headers"]}
-        if self.hosts and _host(headers.get(b"host", b"")) not in self.hosts:
-            raise Refused(421, "This service is not called by that name; see --hosts.")
-        path = scope["path"]
-        if path not in _OPEN:
-            if self.token is not None and path not in _PAGE and not self._known(headers.get(b"authorization", b"")):
+    def _check(self, scope: Scope) -> None:
+        headers, path = {k.lower(): v for k, v in scope["headers"]}, scope["path"]
+        known = not self.hosts or _host(headers.get(b"host", b"")) in self.hosts
+        require(known, "This service is not called by that name; see --hosts.", 421)
+        if path in _OPEN:
+            return
+        if self.token is not None and path not in _PAGE:
+            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if not hmac.compare_digest(given.strip(), self.token) or kind.lower() != b"bearer":
                 line = "Expected 'Authorization: Bearer TOKEN' with this service's token."
                 raise Refused(401, line, {"WWW-Authenticate": "Bearer"})
-            if self.under_way > self.most:
-                raise busy(f"Too many requests at once; at most {self.most} are under way.")
-        await self.app(scope, receive, send)
-
-    def _known(self, header: bytes) -> bool:
-        kind, _, given = header.partition(b" ")
-        assert self.token is not None
-        return hmac.compare_digest(given.strip(), self.token) and kind.lower() == b"bearer"
-
-
-def incident(error: Exception) -> str:
-    """A fault of ours: the log gets all of it, the answer a number to find it by."""
-    number = uuid.uuid4().hex[:12]
-    log.error("incident %s", number, exc_info=error)
-    return f"Something went wrong here; the service's log has it as incident {number}."
+        if self.under_way > self.most:
+            raise busy(f"Too many requests at once; at most {self.most} are under way.")
 
 
 def _host(header: bytes) -> str:
     """The name in a Host header, without its port."""
     text = header.decode("latin-1").strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0]
-
-
-async def answer(send: Any, status: int, line: str, headers: dict[str, str]) -> None:
-    """One line of JSON."""
-    body = json.dumps({"error": line}).encode() + b"\n"
-    more = {"content-type": "application/json", "content-length": str(len(body))} | headers
-    start = [(k.lower().encode(), v.encode()) for k, v in more.items()]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body})
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]

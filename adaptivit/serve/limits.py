@@ -1,7 +1,4 @@
-"""What comes in from outside, held to limits before anything is spent on it: bodies, JSON, base64, images.
-
-Whatever is wrong raises Refused, with a status and one line that names neither paths nor code.
-"""
+"""Bodies, JSON, base64 and images of requests, checked against limits before they cost anything."""
 
 from __future__ import annotations
 
@@ -16,21 +13,10 @@ from PIL import Image
 
 from ..data.dataset import rgb
 from .config import Limits
+from .errors import Refused, kind, require, shown
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_DRAIN = 4  # limits' worth of a body that is too large are read and thrown away, so that its sender hears the answer
-
-
-class Refused(Exception):
-    """A request that is not carried out."""
-
-    def __init__(self, status: int, line: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(line)
-        self.status, self.line, self.headers = status, line, headers or {}
-
-
-def busy(line: str) -> Refused:
-    return Refused(429, line, {"Retry-After": "1"})
+_DRAIN = 4  # limits' worth of a body that is too large are read and dropped, so that its sender gets the answer
 
 
 async def body(stream: AsyncIterator[bytes], declared: str | None, limits: Limits) -> bytes:
@@ -66,14 +52,14 @@ def read_json(data: bytes) -> dict[str, Any]:
         where = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise Refused(400, f"The body is not JSON{where}.") from None
     if not isinstance(value, dict):
-        raise Refused(422, f"Expected a JSON object, got {_kind(value)}.")
+        raise Refused(422, f"Expected a JSON object, got {kind(value)}.")
     return value
 
 
 def decoded(text: object, what: str) -> bytes:
     """The bytes of a base64 string, also of a data: URL."""
     if not isinstance(text, str):
-        raise Refused(422, f"{what}: expected a base64 string, got {_kind(text)}.")
+        raise Refused(422, f"{what}: expected a base64 string, got {kind(text)}.")
     if text.startswith("data:"):
         text = text.partition(",")[2]
     try:
@@ -83,47 +69,32 @@ def decoded(text: object, what: str) -> bytes:
 
 
 def picture(data: bytes, what: str, limits: Limits) -> Image.Image:
-    """An RGB image, the right way up. Its size is read from its header before a pixel is decoded."""
-    if not data:
-        raise Refused(422, f"{what}: the file is empty.")
+    """An upright RGB image. Its size is read from its header before a pixel is decoded."""
+    require(bool(data), f"{what}: the file is empty.")
+    line = f"{what}: the image has too many pixels; at most {limits.max_pixels:g} million are taken."
+
+    def check(image: Image.Image) -> Image.Image:
+        require(image.width * image.height <= limits.pixels, line, 413)
+        return image
+
     try:
-        file = Image.open(io.BytesIO(data), formats=FORMATS)
-        _check(file, what, limits)
-        made = rgb(file)
-        _check(made, what, limits)
+        return check(rgb(check(Image.open(io.BytesIO(data), formats=FORMATS))))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise Refused(413, line) from None
     except Refused:
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Refused(413, _too_many(what, limits)) from None
     except Exception:  # decoders of damaged bytes raise anything: SyntaxError, struct.error, OSError ...
         raise Refused(422, f"{what}: cannot be read as an image ({', '.join(FORMATS)}).") from None
-    return made
 
 
-def _check(image: Image.Image, what: str, limits: Limits) -> None:
-    if image.width * image.height > limits.pixels:
-        raise Refused(413, _too_many(what, limits))
-
-
-def _too_many(what: str, limits: Limits) -> str:
-    return f"{what}: the image has too many pixels; at most {limits.max_pixels:g} million are taken."
+def too_many_images(limits: Limits) -> Refused:
+    return Refused(413, f"Too many images: at most {limits.max_images} a request are taken.")
 
 
 def whole_number(value: object, what: str, least: int, most: int) -> int:
     """A number from JSON or from a form field."""
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 10:
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if type(value) is not int or not least <= value <= most:
         raise Refused(422, f"{what}: expected a whole number in {least}..{most}, got {shown(value)}.")
     return value
-
-
-def shown(value: object) -> str:
-    """A value of the sender's, short enough for a line."""
-    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else _kind(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

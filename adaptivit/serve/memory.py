@@ -1,8 +1,4 @@
-"""Memory that is free goes back to the system.
-
-Batches of ever other lengths leave holes in glibc's heap that the next batch does not fit into, and a service grows
-though it keeps nothing. glibc gives such pages back when it is asked to.
-"""
+"""Returns free memory to the system, since batches of changing lengths fragment glibc's heap."""
 
 from __future__ import annotations
 
@@ -16,20 +12,21 @@ EVERY = 5.0  # seconds; a call takes milliseconds
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
+    """glibc's malloc_trim; other libraries do this themselves, or cannot."""
     try:
         found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not glibc: others do this by themselves, or cannot
+    except (AttributeError, OSError, TypeError):
         return None
     return found
 
 
-class Keeper:
-    """Asks every few seconds at most."""
+class Trimmer:
+    """Trims the heap, at most every few seconds."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
 
-    def look(self) -> None:
+    def step(self) -> None:
         now, trim = time.monotonic(), _trim()
         if trim is not None and now - self.last >= EVERY:
             self.last = now

@@ -29,7 +29,7 @@ from ..utils.plotting import COLOURS
 from ..visualize.collect import METHODS
 from ..visualize.html import STYLE
 from .batcher import QueueFull
-from .limits import Refused, busy
+from .errors import Refused, busy
 from .service import Service
 
 _HERE = Path(__file__).parent / "page"

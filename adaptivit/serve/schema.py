@@ -1,4 +1,4 @@
-"""What OpenAPI says of requests and answers. Requests are read by hand (limits.py), so that their limits hold."""
+"""Requests and answers in OpenAPI. Requests are parsed by hand (limits.py), so that their limits hold."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Class(BaseModel):
 
 class Image(BaseModel):
     classes: list[Class] = Field(description="The top_k classes, the most probable first")
-    gmacs: float = Field(description="Billions of multiply-accumulates that this image took")
-    static_gmacs: float = Field(description="What it would have taken in the static model")
+    gmacs: float = Field(description="Billions of multiply-accumulates of this image")
+    static_gmacs: float = Field(description="The same in the static model")
     saved: float = Field(description="1 - gmacs / static_gmacs")
     mean_depth: float = Field(description="Blocks that computed a patch, mean over the patches")
     live: list[int] = Field(description="Tokens that entered each block")
@@ -33,76 +33,54 @@ class Error(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Error, "description": "Not JSON, or not a form"},
-    401: {"model": Error, "description": "The token is missing or wrong"},
-    408: {"model": Error, "description": "The request took too long to arrive"},
-    413: {"model": Error, "description": "Too many bytes, pixels or images"},
-    415: {"model": Error, "description": "Another content type"},
-    422: {"model": Error, "description": "Not an image, or a field that cannot be met"},
-    429: {"model": Error, "description": "Busy; Retry-After says when to try again"},
-    503: {"model": Error, "description": "No answer within the time-out"},
+    status: {"model": Error, "description": meaning}
+    for status, meaning in {
+        400: "Not JSON, or not a form",
+        401: "The token is missing or wrong",
+        408: "The request took too long to arrive",
+        413: "Too many bytes, pixels or images",
+        415: "Another content type",
+        422: "Not an image, or a field that cannot be met",
+        429: "Busy; Retry-After says when to try again",
+        503: "No answer within the time-out",
+    }.items()
 }
 
-_BUDGET = {"type": "string", "example": "-33%", "description": "What an image may cost: '-33%', '0.8 GMACs', '3 ms'"}
+
+def _array(items: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **more}
+
+
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _body(**schemas: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"form": "multipart/form-data", "json": "application/json"}
+    return {"requestBody": {"required": True, "content": {kinds[k]: {"schema": s} for k, s in schemas.items()}}}
+
+
+_STRING = {"type": "string"}
+_BUDGET = _STRING | {"example": "-33%", "description": "What an image may cost: '-33%', '0.8 GMACs', '3 ms'"}
+_BUDGETS = {"oneOf": [_BUDGET, _array(_STRING | {"nullable": True})]}
 _TOP = {"type": "integer", "minimum": 1, "default": 3}
+_TENSOR = _object(
+    *("name", "shape", "datatype", "data"),
+    name=_STRING | {"enum": ["images"]},
+    shape=_array({"type": "integer"}),
+    datatype=_STRING | {"enum": ["FP32", "BYTES"]},
+    data=_array({}),
+)
 
-CLASSIFY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["images"],
-                    "properties": {
-                        "images": {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1},
-                        "top_k": _TOP,
-                        "budget": _BUDGET,
-                    },
-                }
-            },
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["images"],
-                    "properties": {
-                        "images": {"type": "array", "items": {"type": "string", "format": "byte"}, "minItems": 1},
-                        "top_k": _TOP,
-                        "budget": {
-                            "oneOf": [_BUDGET, {"type": "array", "items": {"type": "string", "nullable": True}}]
-                        },
-                    },
-                }
-            },
-        },
-    }
-}
-
-_TENSOR = {
-    "type": "object",
-    "required": ["name", "shape", "datatype", "data"],
-    "properties": {
-        "name": {"type": "string", "enum": ["images"]},
-        "shape": {"type": "array", "items": {"type": "integer"}},
-        "datatype": {"type": "string", "enum": ["FP32", "BYTES"]},
-        "data": {"type": "array", "items": {}},
-    },
-}
-INFER: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["inputs"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "inputs": {"type": "array", "items": _TENSOR, "minItems": 1, "maxItems": 1},
-                        "parameters": {"type": "object", "properties": {"budget": _BUDGET}},
-                    },
-                }
-            }
-        },
-    }
-}
+CLASSIFY = _body(
+    form=_object("images", images=_array(_STRING | {"format": "binary"}, minItems=1), top_k=_TOP, budget=_BUDGET),
+    json=_object("images", images=_array(_STRING | {"format": "byte"}, minItems=1), top_k=_TOP, budget=_BUDGETS),
+)
+INFER = _body(
+    json=_object(
+        "inputs",
+        id=_STRING,
+        inputs=_array(_TENSOR, minItems=1, maxItems=1),
+        parameters={"type": "object", "properties": {"budget": _BUDGET}},
+    )
+)

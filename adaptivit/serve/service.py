@@ -21,7 +21,7 @@ from ..model import AdaptiveViT
 from . import limits as checks
 from .batcher import Answer, Batcher, Job, QueueFull
 from .config import Limits
-from .limits import Refused, busy
+from .errors import Refused, busy, shown
 from .metrics import Metrics
 
 _FIELDS = 16  # of a form, beside its files
@@ -119,7 +119,7 @@ class Service:
             for key, value in form.multi_items():
                 if isinstance(value, UploadFile):
                     if key not in ("images", "image"):
-                        raise Refused(422, f"Expected files in the field 'images', got {checks.shown(key)}.")
+                        raise Refused(422, f"Expected files in the field 'images', got {shown(key)}.")
                     files.append(await value.read())
                 elif key in ("images", "image"):
                     raise Refused(422, f"{key}: expected a file, got a text field.")
@@ -145,7 +145,7 @@ class Service:
             raise Refused(422, "Expected at least one image in 'images'.")
         unknown = sorted(set(given) - {"top_k", "budget"})
         if unknown:
-            raise Refused(422, f"Unknown field {checks.shown(unknown[0])}; known: images, top_k, budget.")
+            raise Refused(422, f"Unknown field {shown(unknown[0])}; known: images, top_k, budget.")
         classes = self.model.vit.num_classes
         top_k = checks.whole_number(given.get("top_k", min(3, classes)), "top_k", 1, classes)
         return Asked(files, top_k, self.budgets(given.get("budget"), len(files)))
@@ -170,7 +170,7 @@ class Service:
 
     def _budget(self, given: object) -> Budget | None:
         if isinstance(given, str) and len(given) > 40:
-            raise Refused(422, f"budget: expected something like '-33%', got {checks.shown(given)}.")
+            raise Refused(422, f"budget: expected something like '-33%', got {shown(given)}.")
         try:
             return self.batcher.budget(given)
         except UserError as error:

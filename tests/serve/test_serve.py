@@ -278,13 +278,6 @@ def test_a_budget_that_does_not_hold_here_is_said_at_the_start() -> None:
         Batcher(model)
 
 
-def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(block, {})
-    assert "tensor(" in capsys.readouterr().out
-
-
 def test_free_memory_goes_back_now_and_then(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of other and other lengths leave holes in the heap; every few seconds it is asked to give them back."""
     asked: list[int] = []
@@ -305,7 +298,7 @@ def test_memory_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     memory._trim.cache_clear()
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
     assert memory._trim() is None
-    keeper = memory.Keeper()
+    trimmer = memory.Trimmer()
     monkeypatch.setattr(memory, "EVERY", 0.0)
-    keeper.look()
+    trimmer.step()
     memory._trim.cache_clear()
