@@ -27,6 +27,7 @@ _HOME = {
     "Skip": "decision",
     "Merge": "decision",
     "Policy": "policies.base",
+    "Task": "tasks.protocol",
     "save_trace": "checkpoint.traces",
     "load_trace": "checkpoint.traces",
     "UserError": "errors",
@@ -48,6 +49,7 @@ __all__ = [
     "Output",
     "Policy",
     "Skip",
+    "Task",
     "Trace",
     "UserError",
     "__version__",
@@ -58,6 +60,7 @@ __all__ = [
     "load",
     "load_trace",
     "register_policy",
+    "register_task",
     "save_trace",
 ]
 
@@ -73,13 +76,15 @@ if TYPE_CHECKING:
     from .output import Output
     from .policies import register as register_policy
     from .policies.base import Policy
+    from .tasks import register as register_task
+    from .tasks.protocol import Task
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{_MODULES[name]}", __name__)
-    if name == "register_policy":
-        return importlib.import_module(".policies", __name__).register
+    if name in ("register_policy", "register_task"):
+        return importlib.import_module(".policies" if name == "register_policy" else ".tasks", __name__).register
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module 'adaptivit' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import __version__, policies
+from . import __version__, policies, tasks
 from .backbones import family_of
 from .backbones.build import build_backbone, rebuild
 from .backbones.preprocessing import Preprocessing
@@ -77,7 +77,7 @@ def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
         return model
     share = settings.share if settings.width is None else settings.width
     small = AdaptiveViT(narrow(model.vit, share, of_macs=settings.width is None), "static", model.settings)
-    small.class_names, small.preprocessing = model.class_names, model.preprocessing
+    small.task, small.class_names, small.preprocessing = model.task, model.class_names, model.preprocessing
     small.whole = model.shape if small.shape != model.shape else None
     return small
 
@@ -115,6 +115,7 @@ def _check_policy(config: dict[str, Any], path: Path) -> None:
         )
     try:
         make(policy, config["settings"])
+        tasks.get(config.get("task", tasks.DEFAULT))
     except UserError as error:
         raise WeightsError(
             f"{path} (saved by adaptivit {version}, this is {__version__}): {error} Correct it there, or use the "
@@ -124,6 +125,7 @@ def _check_policy(config: dict[str, Any], path: Path) -> None:
 
 def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
     """What a checkpoint knows of a model beside its weights and settings."""
+    model.task = config.get("task", tasks.DEFAULT)
     model.class_names = config.get("class_names")
     model.whole = Shape(**config["whole"]) if config.get("whole") else None
     model.preprocessing = Preprocessing.from_config(config["preprocessing"])

@@ -46,7 +46,8 @@ class AdaptiveViT(nn.Module):
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
         self.compile_blocks = False  # in training, and of a teacher: execution/compiled.py
         self.recompute = False  # in training: execution/checkpointed.py
-        self.class_names: list[str] | None = None
+        self.task = "classification"  # by name; adaptivit.tasks has what it means
+        self.class_names: list[str] | None = None  # of the outputs
         self.calibration: Calibration | None = None  # what each position of the policy's dial costs
         self._budget: Budget | None = None
         self._settled: tuple[torch.device, float | None] | None = None  # the position of that budget

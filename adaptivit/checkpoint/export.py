@@ -169,6 +169,7 @@ def about(model: AdaptiveViT, kind: str) -> dict[str, Any]:
         "budget": model.budget or "none",
         "max_macs": model.max_macs or "none",
         "preprocessing": model.preprocessing.to_config(),
+        "task": model.task,
         "class_names": model.class_names,
     }
 

@@ -31,8 +31,8 @@ FILES = ("model.safetensors", "config.json", "README.md", model_card.PICTURE)
 HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 # What config.json says of the model itself; the rest are notes (results, calibration, ...).
 _OWN = (
-    *("format", "adaptivit", "backbone", "policy", "settings", "preprocessing", "class_names", "whole", "weights"),
-    *("calibration", "max_macs"),
+    *("format", "adaptivit", "backbone", "policy", "settings", "task", "preprocessing", "class_names"),
+    *("whole", "weights", "calibration", "max_macs"),
 )
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -63,6 +63,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
         "backbone": describe_backbone(model.backbone, model.backbone_name),
         "policy": model.policy_name,
         "settings": model.settings,
+        "task": model.task,
         "preprocessing": model.preprocessing.to_config(),
         "class_names": model.class_names,
         "whole": None if model.whole is None else asdict(model.whole),
@@ -195,6 +196,8 @@ def _check(config: dict[str, Any]) -> None:
         wrong.append("whole")
     if config["format"] >= 2 and not isinstance(config["weights"]["sha256"], str):
         wrong.append("weights")
+    if not isinstance(config.get("task", ""), str):
+        wrong.append("task")
     if wrong:
         raise TypeError(f"{', '.join(wrong)} is not what was written")
 

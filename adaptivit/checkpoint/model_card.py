@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .. import tasks
 from ..data.dataset import rgb
 from ..errors import DataError, UserError, first_line
+from ..tasks.protocol import Task
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
@@ -25,34 +27,27 @@ _CREDIT = (
     "[vultilion](https://www.flickr.com/photos/vultilion/6056698931/), both under "
     "[CC BY 2.0](https://creativecommons.org/licenses/by/2.0/)."
 )
-_COLUMNS = {
-    "images": "images",
-    "top1": "top-1 %",
-    "top5": "top-5 %",
-    "gmacs": "GMACs",
-    "gmacs_static": "GMACs of static",
-    "mean_depth": "mean depth",
-}
+_COSTS = {"gmacs": "GMACs", "gmacs_static": "GMACs of static", "mean_depth": "mean depth"}
 
 
 def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
     """The card of a checkpoint with this config.json; `images` as it was given to `maps`, `name` as on the Hub."""
-    backbone, policy = config["backbone"], config["policy"]
+    backbone, policy, task = config["backbone"], config["policy"], tasks.get(config["task"])
     given = backbone.get("kwargs", {})
     called = backbone["name"] or backbone.get("family", "timm_vit")
     if "embed_dim" in given and not backbone["name"]:
         called = f"VisionTransformer of width {given['embed_dim']} with {given['depth']} blocks"
     size = " x ".join(map(str, config["preprocessing"]["size"]))
     parts = [
-        f"---\nlibrary_name: adaptivit\npipeline_tag: image-classification\ntags:\n- adaptivit\n- {policy}\n---",
+        f"---\nlibrary_name: adaptivit\npipeline_tag: {task.tag}\ntags:\n- adaptivit\n- {policy}\n---",
         MARK,
         f"# {_cell(name) or f'{called}, {policy}'}",
         f"{called} with the policy `{policy}` of adaptivit: it spends work where the image needs it. "
-        f"Images of {size} px, {_classes(config)}.",
+        f"Images of {size} px, {_classes(config, task)}.",
         "```python\nimport adaptivit\n\n"
         f'model = adaptivit.from_pretrained("{name or "this directory, or user/name on the Hub"}")\n'
         "transform = model.preprocessing.evaluation()  # from a PIL image to a tensor\n```",
-        "## Results\n\n" + _results(config.get("results")),
+        "## Results\n\n" + _results(config.get("results"), task),
     ]
     if images is not None:
         credit = f" {_CREDIT}" if images == SAMPLES else ""
@@ -68,22 +63,23 @@ def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _classes(config: dict[str, Any]) -> str:
+def _classes(config: dict[str, Any], task: Task) -> str:
     names, count = config.get("class_names"), config["backbone"]["changes"].get("num_classes")
     if not names:
-        return f"{count} classes" if count else "no classifier"
+        return f"{count} {task.noun}" if count else "no classifier"
     few = ", ".join(_cell(n) for n in names[:8])
-    return f"{len(names)} classes ({few}{', ...' if len(names) > 8 else ''})"
+    return f"{len(names)} {task.noun} ({few}{', ...' if len(names) > 8 else ''})"
 
 
-def _results(results: Any) -> str:
+def _results(results: Any, task: Task) -> str:
     """A table of what was measured; what is not understood stays in config.json."""
     rows = {k: v for k, v in results.items() if isinstance(v, dict)} if isinstance(results, dict) else {}
-    known = [c for c in _COLUMNS if any(isinstance(r.get(c), (int, float)) for r in rows.values())]
+    columns = {"images": "images"} | {k: f"{m.title} {m.unit}".strip() for k, m in task.metrics.items()} | _COSTS
+    known = [c for c in columns if any(isinstance(r.get(c), (int, float)) for r in rows.values())]
     if not known:
         return "None are known."
     lines = [
-        "| measured on | " + " | ".join(_COLUMNS[c] for c in known) + " |",
+        "| measured on | " + " | ".join(columns[c] for c in known) + " |",
         "|---|" + "---|" * len(known),
         *(f"| {_cell(name)} | " + " | ".join(_figure(row.get(c)) for c in known) + " |" for name, row in rows.items()),
     ]

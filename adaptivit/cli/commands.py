@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .. import __version__
+from .. import __version__, tasks
 from ..checkpoint.export_config import ExportConfig
 from ..data import dataset
 from ..data.dataset import Labelled
@@ -31,6 +31,7 @@ from ..factory import create, load
 from ..model import AdaptiveViT
 from ..policies import spec
 from ..serve.config import DemoConfig, ServeConfig
+from ..tasks.protocol import Task
 from ..training.config import TrainConfig
 from ..utils.atomic_io import write_text
 from ..utils.csv import append_csv
@@ -48,7 +49,7 @@ def train(config: TrainConfig) -> None:
     result = fit(config)
     if PartialState().is_main_process:
         place = Path(config.out) / "model"
-        print(f"saved {place}: top-1 {result.top1:.2f} % at {result.gmacs:.4f} GMACs on validation")
+        print(f"saved {place}: {result.text} at {result.gmacs:.4f} GMACs on validation")
 
 
 def compare(config: CompareConfig) -> None:
@@ -85,17 +86,17 @@ def evaluate(config: EvaluateConfig) -> None:
     """adaptivit evaluate"""
     model = build(config.model)
     other = load(config.compare_to).float() if config.compare_to else None
-    labelled = dataset.for_evaluation(config.data, config.split)
+    labelled = dataset.for_evaluation(config.data, config.split, model.task)
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
     for m in filter(None, (model, other)):
-        labelled.for_model(m.vit.num_classes, m.class_names)  # say what does not fit before anything runs
+        labelled.for_model(m)  # say what does not fit before anything runs
     result = _measure(model, labelled, config, "evaluate")
     row = _row(config, model, result)
     if config.precision == "bf16":
         row["flipped_decisions"] = _flips(model, labelled, config)
     Console(width=None if Console().is_terminal else 110).print(_table(row, result))
-    if config.split == "auto" and not {"test", "val"} & set(dataset.splits(config.data)):
+    if config.split == "auto" and not {"test", "val"} & set(dataset.read(config.data)):
         print(f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter")
     if result.unreadable:
         print(f"{result.unreadable} images could not be read and were left out")
@@ -104,7 +105,7 @@ def evaluate(config: EvaluateConfig) -> None:
         difference, half, n = evaluation.paired_difference(result, second)
         row |= {"difference": difference, "difference_ci95": half, "compared_to": config.compare_to}
         print(
-            f"against {config.compare_to} (top-1 {second.top1:.2f} % at {second.gmacs:.4f} GMACs): "
+            f"against {config.compare_to} ({second.text} at {second.gmacs:.4f} GMACs): "
             f"{difference:+.2f} ± {half:.2f} points (paired, 95 %, {n} images), "
             f"{signed_percent(result.gmacs / second.gmacs - 1)} GMACs"
         )
@@ -117,18 +118,21 @@ def evaluate(config: EvaluateConfig) -> None:
 def _measure(model: AdaptiveViT, labelled: Labelled, config: EvaluateConfig, what: str) -> evaluation.Result:
     device = device_of(config.device)
     model = model.to(device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
-    labelled = labelled.for_model(model.vit.num_classes, model.class_names)
+    labelled = labelled.for_model(model)
     images = evaluation_images(labelled, model.preprocessing, device)
     order = dataset.in_order(len(images), config.batch_size)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[top1]}"))
+    metric = next(iter(tasks.get(model.task).metrics.values()))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[score]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=len(images), top1="")
+        task = progress.add_task(what, total=len(images), score="")
         return evaluation.evaluate(
             model,
             dataset.batches(images, order, config.workers),
             layout=config.layout,
             device=device,
-            progress=lambda done, share: progress.update(task, completed=done, top1=f"top-1 {100 * share:.2f} %"),
+            progress=lambda done, score: progress.update(
+                task, completed=done, score=f"{metric.title} {metric.text(score)}"
+            ),
         )
 
 
@@ -144,10 +148,7 @@ def _row(config: EvaluateConfig, model: AdaptiveViT, result: evaluation.Result) 
     row: dict[str, Any] = {
         "model": config.model.checkpoint or config.model.backbone,
         "policy": spec.spec(model.policy_name, model.policy.settings) if model.policy_name != "replay" else "replay",
-        "top1": round(result.top1, 4),
-        "top1_err": round(100 - result.top1, 4),
-        "top5": round(result.top5, 4),
-        "top5_err": round(100 - result.top5, 4),
+        **result.row(),
         "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
         "img_size": model.preprocessing.size[0],
         "crop_pct": model.preprocessing.crop_pct,
@@ -165,10 +166,10 @@ def _row(config: EvaluateConfig, model: AdaptiveViT, result: evaluation.Result) 
 
 def _table(row: dict[str, Any], result: evaluation.Result) -> Table:
     table = Table(title=f"{row['model']}, {row['policy']}", show_header=False, title_justify="left")
-    share = signed_percent(-result.saved)
+    share, shown = signed_percent(-result.saved), result.shown()
     lines = {
         "images": f"{result.images}",
-        "top-1 / top-5": f"{result.top1:.2f} % / {result.top5:.2f} %",
+        " / ".join(metric.title for metric, _ in shown): " / ".join(metric.text(value) for metric, value in shown),
         "GMACs an image": f"{result.gmacs:.4f} ({share} against static {result.gmacs_static:.4f})",
         "mean depth": f"{result.mean_depth:.2f} of {len(result.live)} blocks",
         "live tokens by block": " ".join(f"{n:.0f}" for n in result.live),
@@ -197,7 +198,7 @@ def predict(config: PredictConfig) -> None:
         raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
     paths = prediction.find_images(config.images)
     model = build(config.model)
-    names = names_of(config.class_names, model)
+    names, task = names_of(config.class_names, model), tasks.get(model.task)
     device = device_of(config.device)
     found = prediction.predict(
         model.to(device),
@@ -209,11 +210,11 @@ def predict(config: PredictConfig) -> None:
         device=str(device),
     )
     if config.format == "jsonl":
-        _emit(prediction.as_jsonl(found), config.out)
+        _emit(prediction.as_jsonl(found, task), config.out)
     elif config.format == "csv":
-        _emit(prediction.as_csv(found), config.out)
+        _emit(prediction.as_csv(found, task), config.out)
     else:
-        Console(width=None if Console().is_terminal else 120).print(_predictions(found))
+        Console(width=None if Console().is_terminal else 120).print(_predictions(found, task))
 
 
 def export(config: ExportConfig) -> None:
@@ -321,12 +322,11 @@ def _command(name: str) -> str:
     return shlex.join(["adaptivit", *sys.argv[1:]]) if sys.argv[1:2] == [name] else ""
 
 
-def _predictions(found: list[prediction.Prediction]) -> Table:
+def _predictions(found: list[prediction.Prediction], task: Task) -> Table:
     table = Table()
-    for name in ("image", "classes", "GMACs", "of static", "mean depth"):
-        table.add_column(name, justify="left" if name in ("image", "classes") else "right")
+    for name in ("image", "answer", "GMACs", "of static", "mean depth"):
+        table.add_column(name, justify="left" if name in ("image", "answer") else "right")
     for p in found:
-        classes = "\n".join(f"{100 * q:5.1f} %  {name}" for name, q in zip(p.classes, p.probabilities, strict=True))
         share = f"{100 * p.gmacs / p.static_gmacs:.0f} %"
-        table.add_row(p.image, classes, f"{p.gmacs:.3f}", share, f"{p.mean_depth:.2f}")
+        table.add_row(p.image, task.caption(p.answer), f"{p.gmacs:.3f}", share, f"{p.mean_depth:.2f}")
     return table

@@ -1,13 +1,14 @@
-"""Images and labels: an image folder, arrays (an .npz, mosaics), tar shards or a Hugging Face data set, with what is
-wrong said by name.
+"""Images and labels: an image folder, arrays (an .npz, mosaics), tar shards or a Hugging Face data set.
 
 A folder holds CLASS/*.jpg, or train/ and val/ (or test/) of that form. An .npz holds train_x, train_y and maybe
 test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`. The name `digits`
-stands for the embedded handwritten digits where there is no such file.
+stands for the embedded handwritten digits where there is no such file. Readers give labels as they find them; the task
+checks them and makes them its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +20,18 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from .. import tasks
 from ..errors import DataError
-from . import hf_datasets, mosaics, webdataset
-from .npz import read as _npz
+from ..tasks.protocol import Labels, Task
 
 if TYPE_CHECKING:
+    from ..model import AdaptiveViT
     from .gpu_pipeline import OnDevice
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
-SPLITS = {"train": ("train",), "val": ("val", "validation", "valid"), "test": ("test",)}
+SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 # An image that PIL cannot read raises one of these.
-_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
 
 def _turned(image: Image.Image) -> bool:
@@ -40,13 +42,28 @@ def _turned(image: Image.Image) -> bool:
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """The image upright, as its EXIF says, in three channels of 8 bits. PIL cuts greys of 16 bits off at 255, and all
-    is white; here they keep their upper 8, as those of coloured images of 16 bits do."""
+    """The image upright, as its EXIF says, in three channels of 8 bits; grey of 16 bits keeps its upper 8."""
     if _turned(image):
         image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16"):  # PIL would cut it off at 255, all white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
+
+
+class Items(Sequence[Any]):
+    """Items that are made when they are used, each from its number."""
+
+    def __init__(self, make: Callable[[int], Any], numbers: Sequence[int]) -> None:
+        self.make, self.numbers = make, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Items(self.make, self.numbers[index]) if isinstance(index, slice) else self.make(self.numbers[index])
+
+    def take(self, indices: Sequence[int]) -> Items:
+        return Items(self.make, [self.numbers[i] for i in indices])
 
 
 @dataclass(frozen=True)
@@ -55,9 +72,10 @@ class Labelled:
 
     source: str
     items: Sequence[Any]  # paths, arrays [h, w, 3] uint8, or what has a name and a method open()
-    labels: Sequence[int]
-    classes: tuple[str, ...]
+    labels: Labels
+    classes: tuple[str, ...] = ()  # names of the outputs; empty while not known
     notes: tuple[str, ...] = ()  # what was left out on reading
+    task: str = tasks.DEFAULT
 
     def __len__(self) -> int:
         return len(self.items)
@@ -74,31 +92,15 @@ class Labelled:
             return rgb(file)
 
     def part(self, indices: Sequence[int]) -> Labelled:
-        if isinstance(self.items, np.ndarray):
-            items: Any = self.items[np.asarray(indices, np.int64)]
-        elif hasattr(self.items, "take"):
-            items = self.items.take(indices)
-        else:
-            items = [self.items[i] for i in indices]
-        return replace(self, items=items, labels=[self.labels[i] for i in indices])
+        items, labels = (_taken(values, indices) for values in (self.items, self.labels))
+        return replace(self, items=items, labels=labels)
 
-    def for_model(self, classes: int, names: list[str] | None) -> Labelled:
-        """The same images with the labels that a model uses: matched by class name where the model knows its names,
-        by number where the names are numbers, by order where there are just as many."""
-        if names is not None and set(self.classes) <= set(names):
-            number = {name: names.index(name) for name in self.classes}
-        elif names is None and all(c.isdigit() and int(c) < classes for c in self.classes):
-            number = {name: int(name) for name in self.classes}
-        elif names is None and len(self.classes) == classes:
-            return self
-        else:
-            known = names or []
-            odd = next((c for c in self.classes if c not in known), self.classes[0])
-            raise DataError(
-                f"{self.source} has {len(self.classes)} classes, the model {classes}, and their names do not match "
-                f"(for example {odd!r})."
-            )
-        return replace(self, labels=[number[self.classes[label]] for label in self.labels])
+    def for_model(self, model: AdaptiveViT) -> Labelled:
+        """The same images with the labels as a model's outputs count them."""
+        if model.task != self.task:
+            raise DataError(f"{self.source} was read for the task {self.task!r}, the model has {model.task!r}.")
+        task, outputs = tasks.get(self.task), model.vit.num_classes
+        return replace(self, labels=task.align(self.labels, self.classes, outputs, model.class_names, self.source))
 
     def spread(self, limit: int) -> Labelled:
         """At most `limit` images, evenly spread over the set."""
@@ -107,72 +109,59 @@ class Labelled:
         return self.part([i * len(self) // limit for i in range(limit)])
 
 
+def _taken(values: Any, indices: Sequence[int]) -> Any:
+    if isinstance(values, np.ndarray):
+        return values[np.asarray(indices, np.int64)]
+    return values.take(indices) if isinstance(values, Items) else [values[i] for i in indices]
+
+
 def _opened(item: Any) -> Image.Image:
     return Image.open(item if isinstance(item, Path) else item.open())
 
 
-def splits(path: str | Path, allow_corrupt: bool = False) -> dict[str, Labelled]:
-    """All the splits that the data has; a set without any is called `all`. `allow_corrupt` leaves damaged shards and
-    samples out."""
+def splits(path: str | Path, allow_corrupt: bool = False, task: str = tasks.DEFAULT) -> dict[str, Labelled]:
+    """All splits of the data, with labels checked by the task; a set without splits is called `all`. `allow_corrupt`
+    leaves damaged shards and samples out."""
+    found = read(path, allow_corrupt)
+    names = next(iter(found.values())).classes
+    labels, classes = tasks.get(task).encode({split: part.labels for split, part in found.items()}, names, str(path))
+    return {split: replace(p, labels=labels[split], classes=classes, task=task) for split, p in found.items()}
+
+
+def unlabelled(path: str | Path) -> dict[str, Labelled]:
+    """All splits of data whose labels do not matter, and in arrays need not be there."""
+    return {split: replace(p, labels=[0] * len(p)) for split, p in read(path, labelled=False).items()}
+
+
+def read(path: str | Path, allow_corrupt: bool = False, labelled: bool = True) -> dict[str, Labelled]:
+    """All splits of the data with labels as they are stored; arrays need none where `labelled` is false."""
+    from . import arrays, digits, hf_datasets, webdataset
+
     if str(path).startswith(hf_datasets.PREFIX):
-        return {
-            split: Labelled(part.source, part.rows, part.labels, part.classes)
-            for split, part in hf_datasets.read(str(path)).items()
-        }
+        return hf_datasets.read(str(path))
     if webdataset.named(str(path)):
-        return _shards({"all": webdataset.expand(str(path))}, str(path), allow_corrupt)
+        return webdataset.read({"all": webdataset.expand(str(path))}, str(path), allow_corrupt)
     path = Path(path)
     if not path.exists():
         if str(path) == "digits":
-            from . import digits
-
             return dict(digits.splits())
         raise DataError(f"Data not found: {path}.")
     if path.is_file():
         if path.suffix != ".npz":
             raise DataError(f"Expected an image folder, an .npz file or .tar shards, got {path}.")
-        return arrays_of(_npz(path), path)
-    if (path / mosaics.LABELS).is_file():
-        return arrays_of(mosaics.read(path), path)
+        return arrays.splits(arrays.read(path), path, labelled)
+    if (path / arrays.LABELS).is_file():
+        return arrays.splits(arrays.mosaics(path), path)
     if tars := webdataset.in_folder(path):
-        return _shards(tars, str(path), allow_corrupt)
-    found: dict[str, Labelled] = {}
-    for split, names in SPLITS.items():
-        for name in names:
-            if (path / name).is_dir():
-                found[split] = _folder(path / name)
-                break
-    if not found:
-        return {"all": _folder(path)}
-    first = next(iter(found.values()))
-    for split, labelled in found.items():
-        if labelled.classes != first.classes:
-            odd = sorted(set(labelled.classes) ^ set(first.classes))
-            raise DataError(f"{path}: the splits have different classes ({split}: {', '.join(odd[:4])}).")
-    return found
-
-
-def _shards(parts: dict[str, list[Path]], source: str, allow_corrupt: bool) -> dict[str, Labelled]:
-    found = {split: webdataset.read(files, SUFFIXES, allow_corrupt) for split, files in parts.items()}
-    classes = webdataset.classes_of(found, next(iter(parts.values()))[0].parent)
-    number = {name: i for i, name in enumerate(classes)}
-    return {
-        split: Labelled(
-            source if split == "all" else f"{source}:{split}",
-            part.items,
-            [label if isinstance(label, int) else number[label] for label in part.labels],
-            classes,
-            tuple(part.skipped),
-        )
-        for split, part in found.items()
-    }
+        return webdataset.read(tars, str(path), allow_corrupt)
+    return _folders(path)
 
 
 def for_training(
-    path: str | Path, val_split: float, seed: int, allow_corrupt: bool = False
+    path: str | Path, val_split: float, seed: int, allow_corrupt: bool = False, task: str = tasks.DEFAULT
 ) -> tuple[Labelled, Labelled]:
     """Training and validation images. The test split is never touched; without val, a share of train is held out."""
-    found = splits(path, allow_corrupt)
+    found = splits(path, allow_corrupt, task)
     train = found.get("train") or found.get("all")
     if train is None:
         raise DataError(f"{path} has no training images (found: {', '.join(found)}).")
@@ -185,13 +174,29 @@ def for_training(
     return train.part(sorted(order[held:].tolist())), train.part(sorted(order[:held].tolist()))
 
 
-def for_evaluation(path: str | Path, split: str) -> Labelled:
-    found = splits(path)
-    wanted = ("test", "val", "all", "train") if split == "auto" else (split,)
-    for name in wanted:
+def for_evaluation(path: str | Path, split: str, task: str = tasks.DEFAULT) -> Labelled:
+    """The split asked for; `auto` is the first of test, val, all and train."""
+    found = splits(path, task=task)
+    for name in ("test", "val", "all", "train") if split == "auto" else (split,):
         if name in found:
             return found[name]
     raise DataError(f"{path} has no split {split!r} (found: {', '.join(found)}).")
+
+
+def _folders(path: Path) -> dict[str, Labelled]:
+    """CLASS/*.jpg, or train/, val/ and test/ of that form."""
+    inside = {SPLITS[name]: path / name for name in reversed(SPLITS) if (path / name).is_dir()}
+    found: dict[str, Labelled] = {
+        split: _folder(inside[split]) for split in ("train", "val", "test") if split in inside
+    }
+    if not found:
+        return {"all": _folder(path)}
+    first = next(iter(found.values()))
+    for split, labelled in found.items():
+        if labelled.classes != first.classes:
+            odd = sorted(set(labelled.classes) ^ set(first.classes))
+            raise DataError(f"{path}: the splits have different classes ({split}: {', '.join(odd[:4])}).")
+    return found
 
 
 def _folder(path: Path) -> Labelled:
@@ -201,46 +206,18 @@ def _folder(path: Path) -> Labelled:
     if not classes:
         raise DataError(f"{path} has no class folders (expected {path.name}/CLASS/*.jpg).")
     items: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        files = sorted(f for f in (path / name).rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+    labels: list[str] = []
+    for name in classes:
+        files = image_files(path / name)
         if not files:
             raise DataError(f"The class folder {path / name} has no images ({', '.join(sorted(SUFFIXES))}).")
         items += files
-        labels += [label] * len(files)
+        labels += [name] * len(files)
     return Labelled(str(path), items, labels, tuple(classes))
 
 
-def unlabelled(path: Path) -> dict[str, Labelled]:
-    """The splits of an .npz file whose labels do not matter, and need not be there."""
-    arrays = _npz(path)
-    images = {k: v for k, v in arrays.items() if k in ("x", "train_x", "val_x", "test_x")}
-    return arrays_of(
-        images | {f"{k[:-1]}y": np.zeros(len(np.atleast_1d(v)), np.int64) for k, v in images.items()}, path
-    )
-
-
-def arrays_of(arrays: dict[str, Any], path: Path) -> dict[str, Labelled]:
-    """The splits that these arrays hold: train_x, train_y and so on."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for split, prefix in (("train", "train_"), ("val", "val_"), ("test", "test_"), ("all", "")):
-        if f"{prefix}x" in arrays:
-            x, y = (np.atleast_1d(arrays.get(f"{prefix}{k}", np.empty(0))) for k in "xy")
-            if len(x) != len(y) or len(x) == 0:
-                raise DataError(f"{path}: {prefix}x has {len(x)} images, {prefix}y {len(y)} labels.")
-            if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[-1] != 3):
-                wanted = "uint8 [n, h, w, 3] or [n, h, w]"
-                raise DataError(f"{path}: {prefix}x: expected {wanted}, got {x.dtype} {x.shape}.")
-            if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1 or y.min() < 0:
-                raise DataError(f"{path}: {prefix}y: expected class numbers from 0 on, got {y.dtype} {y.shape}.")
-            found[split] = (x, y)
-    if not found:
-        raise DataError(f"{path} has none of train_x, val_x, test_x, x (found: {', '.join(arrays) or 'nothing'}).")
-    count = 1 + max(int(y.max()) for _, y in found.values())
-    names = tuple(str(c) for c in np.atleast_1d(arrays.get("classes", np.arange(count))))
-    if len(names) < count:
-        raise DataError(f"{path}: classes has {len(names)} names, the labels go up to {count - 1}.")
-    return {s: Labelled(f"{path}:{s}", x, [int(v) for v in y], names) for s, (x, y) in found.items()}
+def image_files(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
 
 
 def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
@@ -252,7 +229,7 @@ def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
                 try:
                     with _opened(item) as file:
                         file.verify()
-                except _UNREADABLE:
+                except UNREADABLE:
                     bad.append(index)
     return bad
 
@@ -260,7 +237,7 @@ def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
 @dataclass(frozen=True)
 class Sample:
     image: Tensor | None  # [3, H, W]; None where the file cannot be read
-    label: int
+    label: Any
     index: int
 
 
@@ -274,10 +251,10 @@ class Images(Dataset[Sample]):
         return len(self.labelled)
 
     def __getitem__(self, index: int) -> Sample:
-        label = int(self.labelled.labels[index])
+        label = self.labelled.labels[index]
         try:
             image = self.labelled.image(index)
-        except _UNREADABLE:
+        except UNREADABLE:
             return Sample(None, label, index)
         if self.seed is None:
             return Sample(self.transform(image), label, index)
@@ -294,7 +271,7 @@ def mix(*numbers: int) -> int:
 @dataclass(frozen=True)
 class Loaded:
     images: Tensor  # [B, 3, H, W]
-    labels: Tensor  # [B]
+    labels: Tensor  # [B, ...] as the task collates them
     indices: Tensor  # [B]
     unreadable: list[int]
 
@@ -303,12 +280,13 @@ class Loaded:
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
-def collate(samples: list[Sample]) -> Loaded:
+def collate(samples: list[Sample], task: Task) -> Loaded:
+    """A batch of the samples that could be read."""
     good = [s for s in samples if s.image is not None]
     images = torch.stack([s.image for s in good if s.image is not None]) if good else torch.empty(0)
     return Loaded(
         images,
-        torch.tensor([s.label for s in good], dtype=torch.long),
+        task.collate([s.label for s in good or samples])[: len(good)],
         torch.tensor([s.index for s in good], dtype=torch.long),
         [s.index for s in samples if s.image is None],
     )
@@ -324,7 +302,7 @@ def batches(data: Images | OnDevice, order: Sequence[Sequence[int]], workers: in
         data,
         batch_sampler=order,  # type: ignore[arg-type]
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=functools.partial(collate, task=tasks.get(data.labelled.task)),
         pin_memory=pinned,
     )
     yield from loader

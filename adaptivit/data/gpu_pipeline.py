@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import tasks
 from ..backbones.preprocessing import Preprocessing
 from ..errors import UserError
 from .augment import PAD, training_transform
@@ -86,7 +87,7 @@ class OnDevice:
         self.seed, self.epoch = seed, 0
         items = np.require(labelled.items, requirements=["C", "W"])  # torch takes over no memory that is read-only
         self.pixels = torch.from_numpy(items).to(device)
-        self.labels = torch.tensor(np.asarray(labelled.labels), dtype=torch.long).to(device)
+        self.labels = tasks.get(labelled.task).collate(labelled.labels).to(device)
         self.source = (int(items.shape[1]), int(items.shape[2]))
         self.mean, self.std = (
             torch.tensor(v, device=device)[:, None, None] for v in (preprocessing.mean, preprocessing.std)

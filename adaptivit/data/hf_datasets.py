@@ -6,21 +6,23 @@ not fit into memory. hf:PATH?image=COLUMN&label=COLUMN names the columns where t
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 from urllib.parse import parse_qsl
 
 from ..errors import DataError, UserError, first_line
+from .dataset import SPLITS, Items, Labelled
 
 PREFIX = "hf:"
-SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
 
 
 @dataclass(frozen=True)
 class Row:
+    """The image in a row of a table."""
+
     source: str
     number: int
     value: Any  # {"bytes": ..., "path": ...}
@@ -37,39 +39,11 @@ class Row:
         raise OSError("an empty cell")
 
 
-class Rows(Sequence[Row]):
-    """The images of a table, not yet decoded."""
-
-    def __init__(self, table: Any, column: str, source: str, numbers: Sequence[int] | None = None) -> None:
-        self.table, self.column, self.source = table, column, source
-        self.numbers = range(len(table)) if numbers is None else numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
-        if isinstance(index, slice):
-            return self.take(range(len(self))[index])
-        number = self.numbers[index]
-        return Row(self.source, number, self.table[number][self.column])
-
-    def take(self, indices: Sequence[int]) -> Rows:
-        return Rows(self.table, self.column, self.source, [self.numbers[i] for i in indices])
+def _row(table: Any, column: str, source: str, number: int) -> Row:
+    return Row(source, number, table[number][column])
 
 
-@dataclass(frozen=True)
-class Part:
-    source: str
-    rows: Rows
-    labels: list[int]
-    classes: tuple[str, ...]
-
-
-def read(name: str) -> dict[str, Part]:
+def read(name: str) -> dict[str, Labelled]:
     """The splits of hf:PATH; one without splits is called `all`."""
     datasets = _package()
     place, _, query = name[len(PREFIX) :].partition("?")
@@ -77,16 +51,16 @@ def read(name: str) -> dict[str, Part]:
     if odd := set(wanted) - {"image", "label"}:
         raise DataError(f"{name}: expected ?image=COLUMN&label=COLUMN, got {', '.join(sorted(odd))}.")
     tables = _tables(datasets, Path(place))
-    image = _column(datasets, tables, place, "image", wanted.get("image"))
-    label = _column(datasets, tables, place, "label", wanted.get("label"))
-    classes = _classes(datasets, tables, place, label)
+    features = next(iter(tables.values())).features
+    image = _column(features, datasets.Image, place, "image", wanted.get("image"))
+    label = _column(features, datasets.ClassLabel, place, "label", wanted.get("label"))
+    names = tuple(features[label].names) if isinstance(features[label], datasets.ClassLabel) else ()
     found = {}
     for split, table in tables.items():
         source = f"{PREFIX}{place}" + ("" if split == "all" else f":{split}")
-        labels = _numbers(table[label][:], classes, source, label)
-        found[split] = Part(
-            source, Rows(table.cast_column(image, datasets.Image(decode=False)), image, source), labels, classes
-        )
+        encoded = table.cast_column(image, datasets.Image(decode=False))
+        items = Items(functools.partial(_row, encoded, image, source), range(len(table)))
+        found[split] = Labelled(source, items, table[label][:], names)
     return found
 
 
@@ -124,39 +98,16 @@ def _tables(datasets: Any, place: Path) -> dict[str, Any]:
     return {SPLITS.get(split, "all" if len(tables) == 1 else split): table for split, table in tables.items()}
 
 
-def _column(datasets: Any, tables: dict[str, Any], place: str, what: str, name: str | None) -> str:
-    features = next(iter(tables.values())).features
+def _column(features: Any, kind: type, place: str, what: str, name: str | None) -> str:
     if name is not None:
         if name not in features:
             raise DataError(f"{place} has no column {name!r} (found: {', '.join(features)}).")
         return name
-    kind = datasets.Image if what == "image" else datasets.ClassLabel
     found = [n for n, feature in features.items() if isinstance(feature, kind)]
-    if len(found) != 1 and what in features:
+    if len(found) == 1:
+        return found[0]
+    if what in features:
         return what
-    if len(found) != 1:
-        raise DataError(
-            f"{place} has {len(found)} {what} columns of {', '.join(features)}: name it, as hf:{place}?{what}=COLUMN."
-        )
-    return found[0]
-
-
-def _classes(datasets: Any, tables: dict[str, Any], place: str, label: str) -> tuple[str, ...]:
-    feature = next(iter(tables.values())).features[label]
-    if isinstance(feature, datasets.ClassLabel):
-        return tuple(feature.names)
-    values = {v for table in tables.values() for v in table[label][:]}
-    if all(isinstance(v, int) for v in values):
-        return tuple(map(str, range(max(values) + 1)))
-    if all(isinstance(v, str) for v in values):
-        return tuple(sorted(values))
-    raise DataError(f"{place}: the column {label} holds neither class numbers nor names alone.")
-
-
-def _numbers(values: list[Any], classes: tuple[str, ...], source: str, label: str) -> list[int]:
-    number = {name: i for i, name in enumerate(classes)}
-    found = [number.get(v, -1) if isinstance(v, str) else v for v in values]
-    bad = next((i for i, v in enumerate(found) if not isinstance(v, int) or not 0 <= v < len(classes)), None)
-    if bad is not None:
-        raise DataError(f"{source}: row {bad} has no class in the column {label} (got {values[bad]!r}).")
-    return found
+    raise DataError(
+        f"{place} has {len(found)} {what} columns of {', '.join(features)}: name it, as hf:{place}?{what}=COLUMN."
+    )

@@ -1,8 +1,8 @@
 """Labelled images in tar files, as WebDataset lays them out: KEY.jpg beside KEY.cls, samples one after another.
 
-The files are read with the standard library and are looked through once, for where each member lies; an image is then
-read from its place. So a sample has a number as a file in a folder has, and everything that holds for folders holds
-here: a full shuffle, shares of processes that do not overlap, and a resumed run that goes on at the very sample.
+The files are looked through once, for where each member lies; an image is then read from its place. So a sample has a
+number as a file in a folder has, and everything that holds for folders holds here: a full shuffle, shares of processes
+that do not overlap, and a resumed run that goes on at the very sample.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError, first_line
+from .dataset import SPLITS, SUFFIXES, Items, Labelled
 
-SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 CLASSES = "classes.txt"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -45,42 +44,26 @@ class Member:
             return io.BytesIO(file.read(self.size))
 
 
-class Members(Sequence[Member]):
-    """Many of them, held as arrays: a million takes some 100 MB."""
-
-    def __init__(self, shards: list[Path], keys: Sequence[str], places: Any) -> None:
-        self.shards, self.keys, self.places = shards, keys, places  # places [n, 3]: shard, offset, size
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    @overload
-    def __getitem__(self, index: int) -> Member: ...
-    @overload
-    def __getitem__(self, index: slice) -> Members: ...
-    def __getitem__(self, index: int | slice) -> Member | Members:
-        if isinstance(index, slice):
-            return self.take(range(len(self))[index])
-        shard, offset, size = self.places[index].tolist()
-        return Member(self.shards[shard], self.keys[index], offset, size)
-
-    def take(self, indices: Sequence[int]) -> Members:
-        return Members(self.shards, [self.keys[i] for i in indices], self.places[np.asarray(indices, np.int64)])
-
-
 @dataclass
 class Found:
     """The samples of a split, as they come out of its shards."""
 
     shards: list[Path]
     keys: list[str] = field(default_factory=list)
-    places: list[tuple[int, int, int]] = field(default_factory=list)
-    labels: list[str | int] = field(default_factory=list)
+    places: list[tuple[int, int, int]] = field(default_factory=list)  # shard, offset, size
+    labels: list[Any] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # what is wrong with each sample or shard that was left out
 
     @property
-    def items(self) -> Members:
-        return Members(self.shards, self.keys, np.array(self.places, np.int64).reshape(-1, 3))
+    def items(self) -> Items:
+        """Kept as arrays: a million samples take some 100 MB."""
+        places = np.array(self.places, np.int64).reshape(-1, 3)
+        return Items(functools.partial(_member, self.shards, self.keys, places), range(len(self.keys)))
+
+
+def _member(shards: list[Path], keys: list[str], places: Any, number: int) -> Member:
+    shard, offset, size = places[number].tolist()
+    return Member(shards[shard], keys[number], offset, size)
 
 
 def named(path: str) -> bool:
@@ -112,24 +95,36 @@ def in_folder(path: Path) -> dict[str, list[Path]]:
     return found
 
 
-def read(shards: list[Path], images: set[str], allow_corrupt: bool = False) -> Found:
-    """Look through the shards. What is damaged is named, or left out where that is allowed. The last few answers are
-    kept, since commands ask more than once."""
+def read(parts: dict[str, list[Path]], source: str, allow_corrupt: bool = False) -> dict[str, Labelled]:
+    """The splits in these shards. What is damaged is named, or left out where that is allowed."""
+    listed = next(iter(parts.values()))[0].parent / CLASSES
+    names = tuple(line.strip() for line in listed.read_text().splitlines()) if listed.is_file() else ()
+    names = tuple(filter(None, names))
+    made = {}
+    for split, shards in parts.items():
+        found = _look_through(shards, allow_corrupt)
+        where = source if split == "all" else f"{source}:{split}"
+        made[split] = Labelled(where, found.items, found.labels, names, tuple(found.skipped))
+    return made
+
+
+def _look_through(shards: list[Path], allow_corrupt: bool) -> Found:
+    """The last few answers are kept, since commands ask more than once."""
     for shard in shards:
         if shard.name.endswith(_COMPRESSED):
             raise DataError(f"{shard} is compressed and cannot be read from the middle: unpack it to a plain .tar.")
         if not shard.is_file():
             raise DataError(f"Data not found: {shard}.")
     stamp = tuple((s.stat().st_mtime_ns, s.stat().st_size) for s in shards)
-    return _read(tuple(shards), stamp, frozenset(images), allow_corrupt)
+    return _read(tuple(shards), stamp, allow_corrupt)
 
 
 @functools.lru_cache(maxsize=4)
-def _read(shards: tuple[Path, ...], stamp: object, images: frozenset[str], allow_corrupt: bool) -> Found:
+def _read(shards: tuple[Path, ...], stamp: object, allow_corrupt: bool) -> Found:
     found = Found(list(shards))
     for number, shard in enumerate(shards):
         try:
-            _look_through(shard, number, images, found, allow_corrupt)
+            _one_shard(shard, number, found, allow_corrupt)
         except (tarfile.TarError, OSError, EOFError) as error:
             _or_skip(found, f"the shard {shard} is damaged ({first_line(error)})", allow_corrupt)
     if not found.keys:
@@ -143,9 +138,10 @@ def _or_skip(found: Found, wrong: str, allow_corrupt: bool) -> None:
     found.skipped.append(wrong)
 
 
-def _look_through(shard: Path, number: int, images: frozenset[str], found: Found, allow_corrupt: bool) -> None:
-    key, image, label = "", None, None
-    members = 0
+def _one_shard(shard: Path, number: int, found: Found, allow_corrupt: bool) -> None:
+    key, members = "", 0
+    image: tarfile.TarInfo | None = None
+    label: Any = None
 
     def finish() -> None:
         if not members:
@@ -172,46 +168,23 @@ def _look_through(shard: Path, number: int, images: frozenset[str], found: Found
                 key, image, label, members = own, None, None, 0
             members += 1
             suffix = "." + ending.rpartition(".")[2].lower()
-            if suffix in images:
+            if suffix in SUFFIXES:
                 image = member
             elif suffix in (".cls", ".json"):
-                said = _label(file, member, suffix)
-                label = said if said is not None else label
+                found_label = _label(file, member, suffix)
+                label = label if found_label is None else found_label
         finish()
 
 
-def _label(file: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> str | int | None:
+def _label(file: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> Any:
+    """A number or text of KEY.cls; any value of KEY.json; None where there is none."""
     assert file.fileobj is not None
     file.fileobj.seek(member.offset_data)
     text = file.fileobj.read(member.size).decode("utf-8", "replace").strip()
-    if suffix == ".json":
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return None
-        value = next((value[k] for k in ("label", "cls") if k in value), None) if isinstance(value, dict) else None
-        return value if isinstance(value, (int, str)) and not isinstance(value, bool) else None
-    if not text:
+    if suffix == ".cls":
+        return int(text) if text.isdigit() else text or None
+    try:
+        value = json.loads(text)
+    except ValueError:
         return None
-    return int(text) if text.isdigit() else text
-
-
-def classes_of(found: dict[str, Found], place: Path) -> tuple[str, ...]:
-    """The class names of all splits together: of classes.txt, else the numbers up to the largest, else the names."""
-    labels = {label for part in found.values() for label in part.labels}
-    numbers = {label for label in labels if isinstance(label, int)}
-    listed = place / CLASSES
-    if numbers and len(numbers) < len(labels):
-        odd = sorted(str(label) for label in labels - numbers)[0]
-        raise DataError(f"{place}: some labels are numbers and some are names (for example {odd!r}).")
-    if listed.is_file():
-        names = tuple(line.strip() for line in listed.read_text().splitlines() if line.strip())
-        unknown = sorted(labels - set(names), key=str) if not numbers else []
-        if unknown:
-            raise DataError(f"{listed} has no line {unknown[0]!r}, which is a label.")
-        if numbers and (max(numbers) >= len(names) or min(numbers) < 0):
-            raise DataError(f"{listed} has {len(names)} names, the labels go up to {max(numbers)}.")
-        return names
-    if numbers and min(numbers) < 0:
-        raise DataError(f"{place}: expected class numbers from 0 on, got {min(numbers)}.")
-    return tuple(map(str, range(max(numbers) + 1))) if numbers else tuple(sorted(str(label) for label in labels))
+    return next((value[k] for k in ("label", "cls") if k in value), None) if isinstance(value, dict) else None

@@ -1,10 +1,10 @@
-"""Accuracy, cost and depth of a model on labelled images: a plain function of a model and batches."""
+"""Metrics, cost and depth of a model on labelled images: a plain function of a model and batches."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import tasks
 from ..data.dataset import Loaded
 from ..errors import DataError
 from ..model import AdaptiveViT
+from ..tasks.protocol import Metric, Task
 
 
 @dataclass
@@ -23,8 +25,7 @@ class Result:
 
     images: int
     unreadable: int
-    top1: float  # %
-    top5: float
+    metrics: dict[str, float]  # by the task's keys: top1 and top5 in %
     gmacs: float  # what runs when deployed: planners that act, routers and evidence included
     gmacs_blocks: float  # what the papers count: embedding, blocks, head
     gmacs_static: float
@@ -35,16 +36,44 @@ class Result:
     images_per_second: float
     plan_gap: float | None = None  # AHT: mean N - N_target over planned pairs
     plan_correlation: float | None = None  # AHT: Pearson correlation of N and N_target
-    correct: list[bool] = field(default_factory=list, repr=False)  # by image, in order
+    scores: list[float] = field(default_factory=list, repr=False)  # by image, in order; models are compared by them
     indices: list[int] = field(default_factory=list, repr=False)
+    task: str = tasks.DEFAULT
 
     @property
     def saved(self) -> float:
         """Share of static's MACs that did not run."""
         return 1 - self.gmacs / self.gmacs_static
 
+    @property
+    def score(self) -> float:
+        """The first metric, which models are compared by."""
+        return self.shown()[0][1]
+
+    def shown(self) -> list[tuple[Metric, float]]:
+        """The metrics with how they are shown."""
+        return [(metric, self.metrics[key]) for key, metric in tasks.get(self.task).metrics.items()]
+
+    @property
+    def text(self) -> str:
+        """The first metric in words, e.g. `top-1 93.20 %`."""
+        metric, value = self.shown()[0]
+        return f"{metric.title} {metric.text(value)}"
+
+    def row(self) -> dict[str, float]:
+        """The metrics as columns of a table; timm's error columns beside those in %."""
+        found = {}
+        for key, metric in tasks.get(self.task).metrics.items():
+            found[key] = round(self.metrics[key], 4)
+            if metric.unit == "%":
+                found[f"{key}_err"] = round(100 - self.metrics[key], 4)
+        return found
+
     def summary(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k not in ("correct", "indices")}
+        """Everything but the single images, metrics under their own names."""
+        values = {k: v for k, v in asdict(self).items() if k not in ("scores", "indices", "task")}
+        head = {k: values.pop(k) for k in ("images", "unreadable")}
+        return head | values.pop("metrics") | values
 
 
 @torch.inference_mode()
@@ -57,11 +86,11 @@ def evaluate(
     progress: Callable[[int, float], None] | None = None,
     shared: bool = False,
 ) -> Result:
-    """Run a model over batches. `progress` is called with the images done and the accuracy so far. With `shared` every
+    """Run a model over batches. `progress` is called with the images done and their mean score. With `shared` every
     process (torchrun) has batches of its own, and all of them get the result over all images."""
     was_training = model.training
     model.eval()
-    sums = _Sums()
+    sums, task = _Sums(), tasks.get(model.task)
     ask = model.policy.optional_aux & {"plan"}
     dtype = next(model.parameters()).dtype
     for batch in batches:
@@ -72,70 +101,80 @@ def evaluate(
         start = time.perf_counter()
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # fp32 means fp32, in the patch embedding too
             output = model(images, layout=layout, aux=ask)
-        top = output.logits.topk(min(5, output.logits.shape[1]), dim=1).indices
-        hit = (top == labels[:, None]).cpu()  # waits for the device
+        judged = task.judge(output.logits, labels)
+        scores = judged.scores.tolist()  # waits for the device
         sums.seconds += time.perf_counter() - start
         sums.layout = output.layout
-        sums.correct += hit[:, 0].tolist()
+        sums.scores += scores
         sums.indices += batch.indices.tolist()
-        sums.top5 += int(hit.any(1).sum())
         trace = output.trace
-        sums.add("gmacs", output.macs_deployed.sum() / 1e9)
-        sums.add("gmacs_blocks", output.macs_blocks.sum() / 1e9)
-        sums.add("mean_depth", trace.mean_depth.sum())
-        sums.add("live", trace.live.double().sum(1))
-        sums.add("live_mlp", trace.live_mlp.double().sum(1))
+        for name, value in judged.sums.items():
+            _add(sums.metrics, name, value)
+        for name, value in {
+            "gmacs": output.macs_deployed.sum() / 1e9,
+            "gmacs_blocks": output.macs_blocks.sum() / 1e9,
+            "mean_depth": trace.mean_depth.sum(),
+            "live": trace.live.double().sum(1),
+            "live_mlp": trace.live_mlp.double().sum(1),
+        }.items():
+            _add(sums.totals, name, value)
         sums.static = model.static_macs(output) / 1e9
         if "plan" in trace.facts:
-            planned = trace.facts["planned"]
-            halt = trace.facts["halt"].expand_as(planned)[planned].double()
-            plan = trace.facts["plan"][planned].double()
-            sums.add("plan", torch.stack([torch.ones_like(plan), halt, plan, halt**2, plan**2, halt * plan]).sum(1))
+            _add(sums.plan, "plan", _moments(trace.facts))
         if progress:
-            progress(len(sums.correct), sum(sums.correct) / len(sums.correct))
+            progress(len(sums.scores), sum(sums.scores) / len(sums.scores))
     model.train(was_training)
-    return (_everywhere(sums) if shared else sums).result()
+    return (_everywhere(sums) if shared else sums).result(task)
+
+
+def _moments(facts: Mapping[str, Tensor]) -> Tensor:
+    """[6] count, and sums of halt, plan, their squares and their product, over planned pairs."""
+    planned = facts["planned"]
+    halt, plan = facts["halt"].expand_as(planned)[planned].double(), facts["plan"][planned].double()
+    return torch.stack([torch.ones_like(plan), halt, plan, halt**2, plan**2, halt * plan]).sum(1)
+
+
+def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
+    value = value.cpu()
+    totals[name] = totals[name] + value if name in totals else value
 
 
 @dataclass
 class _Sums:
     unreadable: int = 0
     seconds: float = 0.0
-    top5: int = 0
     static: float = 0.0
     layout: str = ""
-    correct: list[bool] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     totals: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # what the task adds up
+    plan: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, name: str, value: Tensor) -> None:
-        value = value.cpu()
-        self.totals[name] = self.totals[name] + value if name in self.totals else value
-
-    def result(self) -> Result:
-        count = len(self.correct)
+    def result(self, task: Task) -> Result:
+        count = len(self.scores)
         if count == 0:
             raise DataError(f"No image could be read ({self.unreadable} unreadable).")
-        mean: dict[str, Any] = {name: (total / count).tolist() for name, total in self.totals.items() if name != "plan"}
         gap = correlation = None
-        if "plan" in self.totals and self.totals["plan"][0] > 1:
-            n, halt, plan, halt2, plan2, both = self.totals["plan"].tolist()
+        if "plan" in self.plan and self.plan["plan"][0] > 1:
+            n, halt, plan, halt2, plan2, both = self.plan["plan"].tolist()
             gap = (halt - plan) / n
             spread = (halt2 - halt**2 / n) * (plan2 - plan**2 / n)
             correlation = (both - halt * plan / n) / math.sqrt(spread) if spread > 1e-9 else None
+        means: dict[str, Any] = {name: (total / count).tolist() for name, total in self.totals.items()}
         return Result(
             images=count,
             unreadable=self.unreadable,
-            top1=100 * sum(self.correct) / count,
-            top5=100 * self.top5 / count,
+            metrics=task.figures(self.metrics, count),
             gmacs_static=self.static,
             layout=self.layout,
             images_per_second=count / max(self.seconds, 1e-9),
             plan_gap=gap,
             plan_correlation=correlation,
-            correct=self.correct,
+            scores=self.scores,
             indices=self.indices,
-            **mean,
+            task=task.name,
+            **means,
         )
 
 
@@ -147,22 +186,21 @@ def _everywhere(own: _Sums) -> _Sums:
     both.layout = next((s.layout for s in every if s.layout), "")
     for sums in every:
         both.unreadable += sums.unreadable
-        both.top5 += sums.top5
-        for name, value in sums.totals.items():
-            both.add(name, value)
-    pairs = sorted((i, hit) for sums in every for i, hit in zip(sums.indices, sums.correct, strict=True))
-    both.indices, both.correct = [i for i, _ in pairs], [hit for _, hit in pairs]
+        for name in ("totals", "metrics", "plan"):
+            for key, value in getattr(sums, name).items():
+                _add(getattr(both, name), key, value)
+    pairs = sorted((i, score) for sums in every for i, score in zip(sums.indices, sums.scores, strict=True))
+    both.indices, both.scores = [i for i, _ in pairs], [score for _, score in pairs]
     return both
 
 
 def paired_difference(first: Result, second: Result) -> tuple[float, float, int]:
-    """Top-1 of `first` minus `second` on the same images, in points: (difference, half width of the 95 % interval,
-    images). The standard error is that of the paired differences."""
-    other = dict(zip(second.indices, second.correct, strict=True))
-    pairs = [(a, other[i]) for i, a in zip(first.indices, first.correct, strict=True) if i in other]
-    if not pairs:
+    """Mean score of `first` minus `second` on the same images, of top-1 in points: (difference, half width of the
+    95 % interval, images). The standard error is that of the paired differences."""
+    other = dict(zip(second.indices, second.scores, strict=True))
+    differences = [a - other[i] for i, a in zip(first.indices, first.scores, strict=True) if i in other]
+    if not differences:
         raise DataError("The two models have no image in common.")
-    differences = [100.0 * (a - b) for a, b in pairs]
     n = len(differences)
     mean = sum(differences) / n
     variance = sum((d - mean) ** 2 for d in differences) / max(n - 1, 1)

@@ -1,9 +1,7 @@
-"""Images in; classes with probabilities, and what each image cost, out."""
+"""Images in; the task's answers, and what each image cost, out."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +10,20 @@ from typing import Any
 import torch
 from PIL import Image
 
-from ..data.dataset import _UNREADABLE, SUFFIXES, rgb
+from .. import tasks
+from ..data.dataset import SUFFIXES, UNREADABLE, image_files, rgb
 from ..errors import DataError, first_line
 from ..model import AdaptiveViT
+from ..tasks.protocol import Task
+from ..utils.csv import csv_text
 
 
 @dataclass(frozen=True)
 class Prediction:
+    """The answer to one image, and what it cost."""
+
     image: str
-    classes: list[str]
-    probabilities: list[float]
+    answer: dict[str, Any]  # as Task.answer gives it
     gmacs: float
     static_gmacs: float
     mean_depth: float
@@ -34,7 +36,7 @@ def find_images(paths: tuple[str, ...]) -> list[Path]:
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            inside = sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+            inside = image_files(path)
             if not inside:
                 raise DataError(f"The folder {path} has no images ({', '.join(sorted(SUFFIXES))}).")
             found += inside
@@ -58,10 +60,9 @@ def predict(
     batch_size: int = 32,
     device: str = "cpu",
 ) -> list[Prediction]:
-    """Classify image files; the first that cannot be read is named."""
+    """Answers to image files; the first that cannot be read is named."""
     model.eval()
-    transform = model.preprocessing.evaluation()
-    names = names or model.class_names
+    transform, task = model.preprocessing.evaluation(), tasks.get(model.task)
     done: list[Prediction] = []
     for i in range(0, len(paths), batch_size):
         pictures = []
@@ -69,16 +70,15 @@ def predict(
             try:
                 with Image.open(path) as file:
                     pictures.append(transform(rgb(file)))
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 raise DataError(f"Cannot read the image {path} ({first_line(error)}).") from None
         output = model(torch.stack(pictures).to(device, next(model.parameters()).dtype), layout=layout)
-        top = output.logits.float().softmax(-1).topk(min(top_k, output.logits.shape[1]))
+        logits = output.logits.float().cpu()
         for b, path in enumerate(paths[i : i + batch_size]):
             done.append(
                 Prediction(
                     image=str(path),
-                    classes=[names[c] if names and c < len(names) else str(c) for c in top.indices[b].tolist()],
-                    probabilities=top.values[b].tolist(),
+                    answer=task.answer(logits[b], names or model.class_names, top_k),
                     gmacs=float(output.macs_deployed[b]) / 1e9,
                     static_gmacs=model.static_macs(output) / 1e9,
                     mean_depth=float(output.trace.mean_depth[b]),
@@ -88,19 +88,19 @@ def predict(
     return done
 
 
-def as_jsonl(predictions: list[Prediction]) -> str:
-    return "".join(json.dumps(vars(p)) + "\n" for p in predictions)
-
-
-def as_csv(predictions: list[Prediction]) -> str:
-    out = io.StringIO()
-    rows: list[dict[str, Any]] = []
+def as_jsonl(predictions: list[Prediction], task: Task) -> str:
+    """One JSON object a line."""
+    lines = []
     for p in predictions:
-        row: dict[str, Any] = {"image": p.image}
-        for rank, (name, probability) in enumerate(zip(p.classes, p.probabilities, strict=True), start=1):
-            row |= {f"class_{rank}": name, f"probability_{rank}": f"{probability:.6f}"}
-        rows.append(row | {"gmacs": f"{p.gmacs:.6f}", "mean_depth": f"{p.mean_depth:.4f}"})
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+        values = dict(vars(p))
+        lines.append(json.dumps({"image": values.pop("image"), **task.record(values.pop("answer")), **values}) + "\n")
+    return "".join(lines)
+
+
+def as_csv(predictions: list[Prediction], task: Task) -> str:
+    """One row an image."""
+    rows = [
+        {"image": p.image, **task.columns(p.answer), "gmacs": f"{p.gmacs:.6f}", "mean_depth": f"{p.mean_depth:.4f}"}
+        for p in predictions
+    ]
+    return csv_text(rows)

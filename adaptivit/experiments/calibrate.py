@@ -92,8 +92,7 @@ def _enough(model: AdaptiveViT, images: Labelled, config: CalibrateConfig, progr
 def _images(source: str) -> Labelled:
     """Images whose labels do not matter; not the test split where there is another."""
     try:
-        npz = source.endswith(".npz") and Path(source).is_file()
-        found = dataset.unlabelled(Path(source)) if npz else dataset.splits(source)
+        found = dataset.unlabelled(source)
     except DataError:
         if not Path(source).is_dir():
             raise

@@ -167,7 +167,7 @@ def _table(rows: list[Row]) -> Table:
         speed = "" if row is first else f"{first.ms / row.ms:.2f}x"
         table.add_row(
             row.name,
-            f"{row.result.top1:.2f}",
+            f"{row.result.metrics['top1']:.2f}",
             f"{1e3 * macs:.1f}",
             f"{row.result.mean_depth:.2f} of {len(row.result.live)}",
             f"{row.ms:.3f}",
@@ -216,7 +216,7 @@ def _write(
     table = [
         {
             "model": row.name,
-            "top-1 %": round(row.result.top1, 2),
+            "top-1 %": round(row.result.score, 2),
             "MMACs": round(1e3 * (row.result.gmacs_static if "masked" in row.name else row.result.gmacs), 2),
             "mean depth": round(row.result.mean_depth, 2),
             "ms/image": round(row.ms, 3),
@@ -232,7 +232,7 @@ def _write(
         "has seen enough of it.",
         summary=[
             (f"−{100 * packed.result.saved:.0f} %", "work, against the static model"),
-            (f"{packed.result.top1:.1f} %", f"top-1; static has {static.result.top1:.1f} %"),
+            (f"{packed.result.metrics['top1']:.1f} %", f"top-1; static has {static.result.metrics['top1']:.1f} %"),
             (f"{static.ms / packed.ms:.2f}×", "as fast as static on this CPU"),
             (f"{packed.result.mean_depth:.1f} of {layers}", "blocks a patch goes through"),
         ],

@@ -91,7 +91,7 @@ def _classify(app: FastAPI, service: Service) -> None:
             asked = await service.asked(request)
             images = await service.aside(service.tensors, asked.files)
             answers = await service.run(images, asked.budgets)
-            found = [service.classified(a, asked.top_k) for a in answers]
+            found = [service.answered(a, asked.top_k) for a in answers]
             return JSONResponse({"model": service.name, "images": found})
 
         return await service.within(request, answer)

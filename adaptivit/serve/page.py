@@ -102,7 +102,6 @@ def about(service: Service) -> dict[str, Any]:
         "tokens": model.shape.tokens,
         "grid": [high, wide],
         "size": list(model.preprocessing.size),
-        "classes": model.vit.num_classes,
         "knows": _knows(service),
         "dial": dial,
         "examples": [name for name, _ in examples(service)],
@@ -124,8 +123,8 @@ def _knows(service: Service) -> str:
     """What the model tells apart, in words."""
     count, names = service.model.vit.num_classes, service.names
     if not names:
-        return f"{count:,} classes, which have no names here"
-    return f"{count:,} classes: " + (", ".join(names) if count <= _NAMED else f"{', '.join(names[:3])} …")
+        return f"{count:,} {service.task.noun}, which have no names here"
+    return f"{count:,} {service.task.noun}: " + (", ".join(names) if count <= _NAMED else f"{', '.join(names[:3])} …")
 
 
 async def _looked(
@@ -133,7 +132,8 @@ async def _looked(
 ) -> dict[str, Any]:
     (answer,) = await service.run([image], [budget], trace=True)
     assert answer.attended is not None
-    made = service.classified(answer, min(5, service.model.vit.num_classes))
+    made = service.answered(answer, min(5, service.model.vit.num_classes))
+    made["caption"] = service.task.caption(made)
     made["attended"] = ["".join("1" if on else "0" for on in row) for row in answer.attended.tolist()]
     if "time" in wanted:
         try:  # one turn at a time, so that others are answered in between

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import python_multipart  # noqa: F401  starlette reads forms by it, and says so only then
-import torch
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
+from .. import tasks
 from ..budget.curve import Budget
 from ..errors import UserError
 from ..model import AdaptiveViT
@@ -53,6 +53,7 @@ class Service:
         if not model.shape.num_classifiers:
             raise UserError("This model has no classifier (num_classes = 0), so there is nothing to serve.")
         self.model, self.name, self.limits = model, name, limits or Limits()
+        self.task = tasks.get(model.task)
         self.names = list(class_names or model.class_names or [])
         self.metrics = Metrics()
         self.batcher = Batcher(
@@ -70,9 +71,6 @@ class Service:
         """Finish what was accepted."""
         self._decoders.shutdown()
         self.batcher.close()
-
-    def class_name(self, number: int) -> str:
-        return self.names[number] if number < len(self.names) else str(number)
 
     async def within(self, request: Request, answer: Callable[[], Awaitable[T]]) -> T:
         """An answer within the time-out."""
@@ -196,12 +194,10 @@ class Service:
                 raise Refused(422, f"image {i}: the model's answer is not finite; are its numbers normalised?")
         return answers
 
-    def classified(self, answer: Answer, top_k: int) -> dict[str, Any]:
+    def answered(self, answer: Answer, top_k: int) -> dict[str, Any]:
         """An answer as JSON."""
-        top = torch.softmax(answer.logits, -1).topk(top_k)
-        found = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return {
-            "classes": [{"class": c, "name": self.class_name(c), "probability": p} for c, p in found],
+            **self.task.answer(answer.logits, self.names, top_k),
             "gmacs": answer.macs / 1e9,
             "static_gmacs": answer.static_macs / 1e9,
             "saved": 1 - answer.macs / answer.static_macs,

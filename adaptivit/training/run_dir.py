@@ -237,7 +237,7 @@ class Meter:
         self.run.log({"kind": "validation", "step": step, "epoch": epoch + 1, **result.summary()})
         self.run.show()
         self.run.say(
-            f"epoch {epoch + 1}: top-1 {result.top1:.2f} %, depth {result.mean_depth:.2f}, {result.gmacs:.4f} GMACs"
+            f"epoch {epoch + 1}: {result.text}, depth {result.mean_depth:.2f}, {result.gmacs:.4f} GMACs"
             f" ({-100 * result.saved:+.1f} %)"
             + ("" if result.plan_gap is None else f", N - N_target {result.plan_gap:+.2f}")
         )

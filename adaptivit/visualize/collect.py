@@ -199,9 +199,9 @@ def gather(images: Any) -> Labelled | Tensor:
 
 def data_set(path: str | Path, model: AdaptiveViT, limit: int | None = None, split: str = "auto") -> Labelled:
     """A labelled data set (a folder of class folders, an .npz, `digits`) with the model's class numbers."""
-    found = for_evaluation(path, split)
+    found = for_evaluation(path, split, model.task)
     found = found if limit is None else found.spread(limit)
-    return found.for_model(model.vit.num_classes, model.class_names)
+    return found.for_model(model)
 
 
 @torch.inference_mode()

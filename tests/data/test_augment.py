@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from adaptivit.backbones.preprocessing import Preprocessing
-from adaptivit.data import dataset, gpu_augment, mosaics, pixel_ops
+from adaptivit.data import arrays, dataset, gpu_augment, pixel_ops
 from adaptivit.data.augment import training_transform
 from adaptivit.data.augment_config import AugmentConfig
 from adaptivit.data.dataset import Images, Labelled
@@ -79,7 +79,7 @@ def test_evaluation_is_what_pil_gives_bit_for_bit(source: Any, size: Any, kind: 
 
 def test_evaluation_of_real_images_is_pils() -> None:
     file = shared("data/cifar100/test_00.webp")
-    test = Labelled("x", mosaics._tiles(mosaics._sheet(file), 32, file)[::79], [0] * 64, ("a",))
+    test = Labelled("x", arrays._tiles(arrays._sheet(file), 32, file)[::79], [0] * 64, ("a",))
     preprocessing = Preprocessing((224, 224))
     assert torch.equal(
         batch(OnDevice(test, preprocessing, CPU), range(64)),

@@ -230,7 +230,7 @@ def wrong(kind: str, place: Path) -> tuple[Any, str]:
         return place / "x.tar.gz", "unpack it"
     if kind == "names":
         (place / "classes.txt").write_text("a\nb\n")
-        return place, "2 names"
+        return place, "below 2"
     if kind == "other":
         (place / "more.tar").write_bytes((place / "val-000000.tar").read_bytes())
         return place, "more.tar"

@@ -56,11 +56,11 @@ def test_accuracy_cost_and_depth_against_one_image_at_a_time(tmp_path: Path, lay
             depth.append(float(out.trace.attended[:, 0, 1:].double().sum(0).mean()))
             live.append(out.trace.attended[:, 0].sum(1).double().numpy())
     assert (result.images, result.unreadable, result.layout) == (27, 0, layout)
-    assert result.correct == top1
+    assert result.scores == [100.0 * hit for hit in top1]
     assert result.indices == list(range(27))
-    assert result.top1 == pytest.approx(100 * np.mean(top1))
-    assert result.top5 == pytest.approx(100 * np.mean(top5))
-    assert 0 < result.top5 < 100
+    assert result.score == result.metrics["top1"] == pytest.approx(100 * np.mean(top1))
+    assert result.metrics["top5"] == pytest.approx(100 * np.mean(top5))
+    assert 0 < result.metrics["top5"] < 100
     assert result.gmacs == pytest.approx(np.mean(macs))
     assert result.gmacs_blocks == pytest.approx(np.mean(blocks))
     assert result.mean_depth == pytest.approx(np.mean(depth))
@@ -89,7 +89,9 @@ def test_plan_gap_and_correlation_against_numpy(tmp_path: Path) -> None:
 
 def result_of(correct: list[bool], indices: list[int] | None = None) -> Result:
     n = len(correct)
-    return Result(n, 0, 0, 0, 1, 1, 1, 1, [], [], "", 1, correct=correct, indices=indices or list(range(n)))
+    return Result(
+        *(n, 0, {}, 1, 1, 1, 1, [], [], "", 1), scores=[100.0 * c for c in correct], indices=indices or list(range(n))
+    )
 
 
 def test_paired_difference_by_hand() -> None:
@@ -123,11 +125,11 @@ def test_the_command_writes_json_and_csv_with_timms_columns(tmp_path: Path, caps
     start = ("evaluate", "--data", tmp_path / "in", "--checkpoint", tmp_path / "model", "--device", "cpu")
     assert run(*start, "--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv") == 0
     said = capsys.readouterr().out
-    assert f"{expected.top1:.2f} % / {expected.top5:.2f} %" in said
+    assert f"{expected.metrics['top1']:.2f} % / {expected.metrics['top5']:.2f} %" in said
     assert "mean N - N_target" in said
     row = json.loads((tmp_path / "r.json").read_text())
-    assert row["top1"] == round(expected.top1, 4)
-    assert row["top1_err"] == round(100 - expected.top1, 4)
+    assert row["top1"] == round(expected.score, 4)
+    assert row["top1_err"] == round(100 - expected.score, 4)
     assert row["gmacs"] == pytest.approx(expected.gmacs)
     assert row["param_count"] == round(sum(p.numel() for p in model.parameters()) / 1e6, 3)
     assert (row["img_size"], row["crop_pct"]) == (32, model.preprocessing.crop_pct)
@@ -243,8 +245,8 @@ def test_static_deit_answers_as_timm_does_image_for_image() -> None:
     labels = [int(y) for y in images.labelled.labels]
     assert len(set(labels)) == 60
     result = measured(model, images, 20)
-    assert result.correct == [a == b for a, b in zip(expected, labels, strict=True)]
-    assert 50 < result.top1 < 90
+    assert result.scores == [100.0 * (a == b) for a, b in zip(expected, labels, strict=True)]
+    assert 50 < result.score < 90
     with torch.no_grad():
         ours = [int(model(images[i].image[None]).logits.argmax()) for i in range(0, 60, 6)]  # type: ignore[index]
     assert ours == expected[::6]

@@ -68,7 +68,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
         model = load(out / "runs" / slug(method, seed) / "model")
         assert row["policy"] == model.policy_name
         results = [_tested(m, small) for m in (model, static)]
-        assert float(row["top1"]) == pytest.approx(results[0].top1, abs=1e-4)
+        assert float(row["top1"]) == pytest.approx(results[0].score, abs=1e-4)
         assert float(row["gmacs"]) == pytest.approx(results[0].gmacs, rel=1e-5)
         assert row["live"] == " ".join(f"{n:.2f}" for n in results[0].live)
         if method != "static":
@@ -120,7 +120,7 @@ def _config(small: Path, out: Path, **given: Any) -> CompareConfig:
 
 
 def _tested(model: adaptivit.AdaptiveViT, small: Path) -> Result:
-    labelled = dataset.for_evaluation(small, "test").for_model(model.vit.num_classes, model.class_names)
+    labelled = dataset.for_evaluation(small, "test").for_model(model)
     images = dataset.Images(labelled, model.preprocessing.evaluation())
     return evaluate(model, dataset.batches(images, dataset.in_order(len(images), 8)))
 

@@ -75,7 +75,7 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
             own, reference = (read_correct(jobs[name, key[1]].correct) for name in (key[0], "trained on"))
             assert own is not None
             assert reference is not None
-            assert float(row["top1"]) == pytest.approx(own.top1, abs=1e-3)
+            assert float(row["top1"]) == pytest.approx(own.score, abs=1e-3)
             if key[0] != "trained on":
                 assert float(row["difference"]) == pytest.approx(paired_difference(own, reference)[0], abs=1e-3)
             assert row["torch"] == torch.__version__
@@ -294,7 +294,7 @@ def test_pairs_are_tested_image_by_image() -> None:
     draw = np.random.default_rng(0)
 
     def result(right: Any, order: Any) -> Any:
-        return SimpleNamespace(correct=[bool(right[i]) for i in order], indices=[int(i) for i in order])
+        return SimpleNamespace(scores=[100.0 * right[i] for i in order], indices=[int(i) for i in order])
 
     count = 4000
     first, second = (draw.random((2, count)) < share for share in (0.85, 0.83))  # two seeds each

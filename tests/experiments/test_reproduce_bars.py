@@ -54,10 +54,10 @@ def test_a_table_of_one_cost(tmp_path: Path, small: Path, monkeypatch: pytest.Mo
     for bar in drawn:
         each = [paired_difference(right[bar.name, s], right["trained on", s])[0] for s in (0, 3)]  # type: ignore[arg-type]
         assert bar.points == pytest.approx(np.mean(each))
-        hits = [[np.array(right[n, s].correct, float) for n in (bar.name, "trained on")] for s in (0, 3)]  # type: ignore[union-attr]
-        apart = 100 * np.mean([a - b for a, b in hits], axis=0)
+        hits = [[np.array(right[n, s].scores) for n in (bar.name, "trained on")] for s in (0, 3)]  # type: ignore[union-attr]
+        apart = np.mean([a - b for a, b in hits], axis=0)
         assert bar.spread == pytest.approx(1.96 * apart.std(ddof=1) / len(apart) ** 0.5)
-        assert bar.top1 == pytest.approx(np.mean([right[bar.name, s].top1 for s in (0, 3)]), abs=1e-3)  # type: ignore[union-attr]
+        assert bar.top1 == pytest.approx(np.mean([right[bar.name, s].score for s in (0, 3)]), abs=1e-3)  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("launched")

@@ -275,7 +275,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for job in jobs:
         right = read_correct(job.correct)
         assert (right is None) == (job.name == "static")
-        assert right is None or f"{right.top1:.2f}" == f"{float((rows[job.name, str(job.seed)] or {})['top1']):.2f}"
+        assert right is None or f"{right.score:.2f}" == f"{float((rows[job.name, str(job.seed)] or {})['top1']):.2f}"
     for wrong, why in (("results/demo", "the name of a table"), (str(tmp_path / "digits"), "it is not there")):
         ran = subprocess.run([*words, wrong, str(tmp_path)], capture_output=True, text=True)
         assert ran.returncode == 2

@@ -107,7 +107,7 @@ def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS
 def keep_correct(path: Path, result: Result) -> None:
     """Which images a model got right, in a small file."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, correct=np.array(result.correct), indices=np.array(result.indices))
+    np.savez_compressed(buffer, correct=np.array(result.scores, bool), indices=np.array(result.indices))
     write_bytes(path, buffer.getvalue())
 
 
@@ -118,10 +118,10 @@ def read_correct(path: Path) -> Result | None:
             correct, indices = file["correct"].tolist(), file["indices"].tolist()
     except Exception:  # a damaged archive can raise anything
         return None
-    top1 = 100 * sum(correct) / len(correct)
-    unknown: dict[str, Any] = dict.fromkeys(("top5", "gmacs", "gmacs_blocks", "gmacs_static"), math.nan)
+    metrics = {"top1": 100 * sum(correct) / len(correct), "top5": math.nan}
+    unknown: dict[str, Any] = dict.fromkeys(("gmacs", "gmacs_blocks", "gmacs_static"), math.nan)
     unknown |= {"mean_depth": math.nan, "live": [], "live_mlp": [], "layout": "", "images_per_second": math.nan}
-    return Result(len(correct), 0, top1, **unknown, correct=correct, indices=indices)
+    return Result(len(correct), 0, metrics, **unknown, scores=[100.0 * c for c in correct], indices=indices)
 
 
 def add_differences(rows: Sequence[Row], reference: str, recall: Callable[[Row], Result | None]) -> None:

@@ -67,7 +67,7 @@ def _run_one(config: CompareConfig, entry: Entry, results: Results, console: Con
     if result is None:
         console.print(f"  failed: {row['reason']}", markup=False, style="red")
     else:
-        console.print(f"  top-1 {result.top1:.2f} %, {result.gmacs:.4g} GMACs", markup=False, highlight=False)
+        console.print(f"  {result.text}, {result.gmacs:.4g} GMACs", markup=False, highlight=False)
 
 
 def measure(
@@ -100,7 +100,7 @@ def measure(
 
 
 def _evaluate(config: CompareConfig, entry: Entry, model: AdaptiveViT, console: Console) -> Result:
-    labelled = report_images(config, entry.seed).for_model(model.vit.num_classes, model.class_names)
+    labelled = report_images(config, entry.seed).for_model(model)
     images = evaluation_images(labelled, model.preprocessing, device_of(config.device))
     order = dataset.in_order(len(images), config.batch_size)
     with _bar(console) as progress:
@@ -137,10 +137,9 @@ def _figures(model: AdaptiveViT, result: Result) -> dict[str, Any]:
     """timm's column names where timm has them."""
     return {
         "status": "ok",
-        "top1": result.top1,
-        "top1_err": 100 - result.top1,
-        "top5": result.top5,
-        "top5_err": 100 - result.top5,
+        **result.metrics,
+        "top1_err": 100 - result.metrics["top1"],
+        "top5_err": 100 - result.metrics["top5"],
         "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
         "img_size": model.preprocessing.size[0],
         "crop_pct": model.preprocessing.crop_pct,

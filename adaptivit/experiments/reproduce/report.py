@@ -170,10 +170,10 @@ def _bars(table: Table, known: Jobs, rows: Sequence[Row]) -> list[bars.Bar]:
 
 def differences(pairs: Sequence[tuple[Result, Result]]) -> np.ndarray[Any, Any]:
     """[images] points of the first minus the second, mean over the pairs (one a seed), of images that all have."""
-    known = [dict(zip(r.indices, r.correct, strict=True)) for pair in pairs for r in pair]
+    known = [dict(zip(r.indices, r.scores, strict=True)) for pair in pairs for r in pair]
     common = [i for i in known[0] if all(i in other for other in known)] if known else []
-    hits = np.array([[one[i] for i in common] for one in known], float)  # [2 pairs, images]
-    return 100 * (hits[::2] - hits[1::2]).mean(0) if common else np.empty(0)
+    scores = np.array([[one[i] for i in common] for one in known], float)  # [2 pairs, images]
+    return (scores[::2] - scores[1::2]).mean(0) if common else np.empty(0)
 
 
 def chance(mean: float, error: float) -> str:
@@ -190,7 +190,7 @@ def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
         result = read_correct(known[row["method"], row["seed"]].correct) if row["status"] == "ok" else None
         if result is not None and order in (None, result.indices):  # without a test split each seed has its own images
             order = result.indices
-            arrays[f"{row['method']}, seed {row['seed']}"] = np.packbits(np.array(result.correct, bool))
+            arrays[f"{row['method']}, seed {row['seed']}"] = np.packbits(np.array(result.scores, bool))
     if order is not None:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, indices=np.array(order), **arrays)

@@ -64,7 +64,7 @@ def _check(config: TrialConfig, keys: set[str]) -> None:
     if not keys & {"backbone", "weights", "img_size", "policy"}:
         model = _model(config, len(images.classes))
         if config.epochs == 0 and "epochs" not in keys:
-            val.for_model(model.vit.num_classes, model.class_names)
+            val.for_model(model)
 
 
 def _trial(config: SweepConfig, store: Store, claim: Claim, console: Console) -> None:
@@ -88,9 +88,9 @@ def _trial(config: SweepConfig, store: Store, claim: Claim, console: Console) ->
         raise
     share, seconds = result.gmacs / result.gmacs_static, time.perf_counter() - begun
     facts |= {"result": result.summary(), "seconds": round(seconds, 1)}
-    store.finish(claim, report.values(config, result.top1, share), **facts)
+    store.finish(claim, report.values(config, result.score, share), **facts)
     line = (
-        f"{head} top-1 {result.top1:.2f} % at {result.gmacs:.4f} GMACs ({100 * share:.1f} % of static), "
+        f"{head} {result.text} at {result.gmacs:.4f} GMACs ({100 * share:.1f} % of static), "
         f"depth {result.mean_depth:.2f}, {seconds:.0f} s"
     )
     records = store.records()
@@ -142,7 +142,7 @@ def _untrained(config: TrialConfig) -> Result:
     _, val = dataset.for_training(config.data, config.val_split, config.seed)
     device = device_of(config.device)
     model = _model(config, len(val.classes)).to(device)
-    val = val.for_model(model.vit.num_classes, model.class_names)
+    val = val.for_model(model)
     if config.calibrate:
         calibrate(model, spec.parse(config.policy)[1], config, val, device)
     images = evaluation_images(val, model.preprocessing, device)

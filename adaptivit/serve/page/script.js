@@ -109,16 +109,16 @@ function show(found, fresh) {
   look.rows = found.attended.map((row) => Array.from(row, (c) => c === "1"));
   look.depth = look.rows[0].map((_, p) => look.rows.reduce((sum, row) => sum + row[p], 0));
   look.skips = look.rows.some((row, l) => l > 0 && row.some((on, p) => on && !look.rows[l - 1][p]));
-  const best = found.classes[0];
-  $("answer").textContent = best.name;
-  $("sure").textContent = percent(best.probability, 1) + " sure";
-  classes(found.classes);
+  const best = (found.classes || [])[0];  // of a task without classes: its words
+  $("answer").textContent = best ? best.name : found.caption;
+  $("sure").textContent = best ? percent(best.probability, 1) + " sure" : "";
+  classes(found.classes || []);
   const [work, unit] = macs(found.gmacs);
   $("macs").textContent = `${work} ${unit}`;
   $("macs-of").textContent = `of ${macs(found.static_gmacs)[0]} · ${signed(-found.saved)}`;
   $("macs-bar").style.width = 100 * Math.min(1, 1 - found.saved) + "%";
   times(found);
-  $("said").textContent = `${best.name}, ${percent(best.probability)} sure, with ${percent(1 - found.saved)} of static's work.`;
+  $("said").textContent = `${best ? `${best.name}, ${percent(best.probability)} sure` : found.caption}, with ${percent(1 - found.saved)} of static's work.`;
   bars();
   legend();
   for (const id of ["play", "back", "next", "block"]) $(id).disabled = false;
