@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -64,9 +66,26 @@ def _written(r: float) -> str:
     return f"correlation {'undefined' if math.isnan(r) else f'{r:.2f}'}"
 
 
+def every(seen: Seen, found: Importance | None = None) -> Sequence[tuple[str, str, Callable[[], Any]]]:
+    """(section of the report, name, what draws it) of the charts that there are data for."""
+    made = [("depth", draw.__name__, partial(draw, seen)) for draw in (live, depths, positions)]
+    if seen.plans is not None:
+        made += [("plans", f"plan_{stage}", partial(planned, seen, s)) for s, stage in enumerate(seen.plans.stages)]
+    if seen.scores is not None:
+        made.append(("scores", "scores", partial(scores, seen)))
+    if found is not None:
+        made.append(("scores", "importance", partial(importance, found)))
+    if not seen.equal:
+        made.append(("difficulty", "confidence", partial(confidence, seen)))
+        if seen.correct is not None and len(seen) >= 20:
+            made.append(("difficulty", "accuracy", partial(accuracy, seen)))
+    return made
+
+
 def live(seen: Seen) -> Any:
     """Mean tokens computed in each block, beside static's."""
     figure, axes = _panel()
+    figure.set_label("Mean tokens computed in each block: " + ", ".join(f"{v:.0f}" for v in seen.live.mean(1)))
     live_bars(axes, seen.live.mean(1), seen.attended.shape[-1] + seen.prefix, seen.method)
     return figure
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..data.dataset import Images, Labelled, batches, for_evaluation, in_order, rgb
+from ..data.dataset import Images, Labelled, Sample, batches, for_evaluation, in_order, rgb
 from ..decision import AppliedDecision, Drop, Merge, Skip, Trace
 from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
@@ -38,6 +38,7 @@ METHODS = {
     "act": "ACT",
     "pondernet": "PonderNet",
 }
+_PLAN = ("plan", "planned", "halt")  # facts of AHT-ViT, in the order of Plans
 _BATCH_SECOND = ("attended", "live", "groups", "plan", "planned", "scores")  # arrays [L or S, B, ...]; others [B, ...]
 
 
@@ -45,8 +46,8 @@ _BATCH_SECOND = ("attended", "live", "groups", "plan", "planned", "scores")  # a
 class Scores:
     """What a policy judged patches by."""
 
-    name: str
     values: Array  # [S, B, P], NaN where a patch was not scored
+    name: str
     blocks: list[int]  # [S] the first block, counted from 0, without a patch that leaves for its score
     stops: bool  # a higher score leaves sooner (halting); else it stays longer
 
@@ -55,9 +56,9 @@ class Scores:
 class Plans:
     """AHT-ViT's planned depths."""
 
+    stages: list[int]  # [S] blocks, counted from 1
     values: Array  # [S, B, P]
     live: Array  # [S, B, P] bool: was alive at that stage, so that the plan counts
-    stages: list[int]  # [S] blocks, counted from 1
     halt: Array  # [B, P] the block, counted from 1, after which each patch halted
 
 
@@ -136,59 +137,51 @@ class Seen:
         return ["/".join(Path(n).with_suffix("").parts[-2:]) for n in self.names]
 
 
-class _Source:
-    """Pictures, decoded when they are needed."""
+class _Tensors(Images):
+    """Normalised tensors in place of files."""
 
-    def __init__(self, model: AdaptiveViT, items: Labelled | Tensor) -> None:
-        self.items, self.mean, self.std = items, model.preprocessing.mean, model.preprocessing.std
-        self.images = None if isinstance(items, Tensor) else Images(items, model.preprocessing.evaluation())
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.labelled.items[index], int(self.labelled.labels[index]), index)
+
+
+class _Source:
+    """Images, decoded when they are needed."""
+
+    def __init__(self, model: AdaptiveViT, labelled: Labelled) -> None:
+        kind, expects = _Tensors if isinstance(labelled.items[0], Tensor) else Images, model.preprocessing
+        self.images = kind(labelled, expects.evaluation())
+        self.mean, self.std = (torch.tensor(v).reshape(-1, 1, 1) for v in (expects.mean, expects.std))
         self.order: list[int] = []  # those that could be read
 
     def tensor(self, index: int) -> Tensor:
-        if isinstance(self.items, Tensor):
-            return self.items[index]
-        assert self.images is not None
         image = self.images[self.order[index]].image
         if image is None:
-            raise DataError(f"Cannot read the image {self.items.name(self.order[index])} any more.")
+            raise DataError(f"Cannot read the image {self.images.labelled.name(self.order[index])} any more.")
         return image
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  the pictures of a report, drawn again and again
     def pixels(self, index: int) -> Array:
-        image = self.tensor(index).float().cpu()
-        if len(image) == 1:
-            image = image.expand(3, -1, -1)
-        mean, std = (torch.tensor(v).reshape(-1, 1, 1) for v in (self.mean, self.std))
-        plain = (image * std + mean).clamp(0, 1).permute(1, 2, 0)
+        image = self.tensor(index).float().cpu()  # [1 or 3, H, W]
+        plain = (image.expand(3, -1, -1) * self.std + self.mean).clamp(0, 1).permute(1, 2, 0)
         return (plain * 255).round().to(torch.uint8).numpy()
 
-    def batches(
-        self, labels: Sequence[int] | None, size: int
-    ) -> Iterator[tuple[Tensor, list[int], list[int], list[int]]]:
-        """(images, their numbers, their labels, numbers of those that cannot be read)"""
-        order = in_order(len(self.items), size)
-        if isinstance(self.items, Tensor):
-            for part in order:
-                yield self.items[part], part, [0 if labels is None else labels[i] for i in part], []
-            return
-        assert self.images is not None
-        for loaded in batches(self.images, order):
-            numbers = loaded.indices.tolist()
-            truth = loaded.labels.tolist() if labels is None else [labels[i] for i in numbers]
-            yield loaded.images, numbers, truth, loaded.unreadable
+    def name(self, index: int) -> str:
+        number, known = self.order[index], self.images.labelled
+        return known.name(number) if isinstance(known.items[0], Path) else f"image {number + 1}"
 
 
-def gather(images: Any) -> Labelled | Tensor:
+def gather(images: Any) -> Labelled:
     """Images as a caller gives them: a normalised tensor [B, 3, H, W], a Labelled set, paths or PIL images."""
-    if isinstance(images, (Tensor, Labelled)):
+    if isinstance(images, Labelled):
         return images
     several: Any = [images] if isinstance(images, (str, Path)) else images
     items: Any = None
-    if isinstance(several, Sequence):
-        if all(isinstance(i, (str, Path)) for i in several):
-            items = find_images(tuple(map(str, several)))
-        elif all(isinstance(i, Image.Image) for i in several):
-            items = [np.asarray(rgb(i)) for i in several]
+    if isinstance(several, Tensor):
+        items = list(several)
+    elif isinstance(several, Sequence) and all(isinstance(i, (str, Path)) for i in several):
+        items = find_images(tuple(map(str, several)))
+    elif isinstance(several, Sequence) and all(isinstance(i, Image.Image) for i in several):
+        items = [np.asarray(rgb(i)) for i in several]
     if items is None:
         raise UserError(
             "Expected a tensor [B, 3, H, W], paths of image files and folders, PIL images or a labelled data set, "
@@ -217,96 +210,96 @@ def look(
 ) -> Seen:
     """Run a model over images and keep what it did with every patch."""
     given = gather(images)
-    labelled = labels is not None or isinstance(images, Labelled)
     if labels is not None and len(labels) != len(given):
         raise UserError(f"Expected one label an image: {len(given)} images, {len(labels)} labels.")
     if len(given) == 0:
         raise UserError("Expected at least one image, got none.")
     if not model.shape.num_classifiers:
         raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
-    source, parts, unreadable = _Source(model, given), list[dict[str, Array]](), 0
-    first, was_training = next(model.parameters()), model.training
-    model.eval()
-    for batch, numbers, truth, bad in source.batches(labels, batch_size):
-        if bad and not labelled:
-            raise DataError(f"Cannot read the image {source.items.name(bad[0])}.")  # type: ignore[union-attr]
-        unreadable += len(bad)
-        if numbers:
-            output = model(batch.to(first.device, first.dtype), aux=("plan", "keep_scores"))
-            kept = _kept(output) | {"labels": torch.tensor(truth)}
-            parts.append({key: value.detach().cpu().numpy() for key, value in kept.items()})
-            source.order += numbers
-        if progress:
-            progress(len(source.order) + unreadable, len(given))
+    labelled = labels is not None or isinstance(images, Labelled)
+    source = _Source(model, given if labels is None else replace(given, labels=labels))
+    was_training, parts = model.training, list[dict[str, Array]]()
+    for output, truth in _outputs(model.eval(), source, labelled, batch_size, progress):
+        parts.append(_arrays(output) | {"labels": truth})
     model.train(was_training)
-    if not source.order:
-        raise DataError(f"No image could be read ({unreadable} unreadable).")
-    joined = {key: np.concatenate([p[key] for p in parts], int(key in _BATCH_SECOND)) for key in parts[0]}
-    sides, patch = source.tensor(0).shape[-2:], model.vit.patch_embed.patch_size
-    files = isinstance(given, Labelled) and isinstance(given.items[0], Path)
-    trace, scored = output.trace, _scores(output.trace)
-    plans = None
-    if "plan" in joined:
-        plans = Plans(joined["plan"], joined["planned"], trace.facts["stages"].tolist(), joined["halt"])
-    arrays = ("attended", "live", "groups", "predicted", "confidence", "macs")
+    if not parts:
+        raise DataError(f"No image could be read ({len(given)} unreadable).")
+    arrays = {key: np.concatenate([part[key] for part in parts], int(key in _BATCH_SECOND)) for key in parts[0]}
+    trace, shape, patch = output.trace, source.tensor(0).shape, model.vit.patch_embed.patch_size
+    fields = ("attended", "live", "groups", "predicted", "confidence", "macs")
     return Seen(
         model=name or model.backbone_name or "ViT",
         policy=model.policy_name,
         budget=model.budget,
         layers=model.shape.layers,
-        grid=(-(-sides[0] // patch[0]), -(-sides[1] // patch[1])),
+        grid=(-(-shape[-2] // patch[0]), -(-shape[-1] // patch[1])),
         prefix=trace.num_prefix_tokens,
-        names=[given.name(i) if files else f"image {i + 1}" for i in source.order],  # type: ignore[union-attr]
+        names=[source.name(i) for i in range(len(source.order))],
         static_macs=model.static_macs(output),
-        skips=bool(joined["skips"].any()),
-        labels=joined["labels"] if labelled else None,
+        skips=any(isinstance(step.decision, Skip) for step in trace.steps),
+        labels=arrays["labels"] if labelled else None,
         class_names=list(class_names) if class_names is not None else model.class_names,
-        scores=Scores(scored[0], joined["scores"], scored[1], scored[2]) if scored and "scores" in joined else None,
-        plans=plans,
-        unreadable=unreadable,
+        scores=Scores(arrays["scores"], *_scored(trace)) if "scores" in arrays else None,
+        plans=Plans(trace.facts["stages"].tolist(), *(arrays[key] for key in _PLAN)) if "plan" in arrays else None,
+        unreadable=len(given) - len(source.order),
         source=source,
-        **{key: joined[key] for key in arrays if key in joined},
+        **{key: arrays[key] for key in fields if key in arrays},
     )
 
 
-def _kept(output: Output) -> dict[str, Tensor]:
-    """What is kept of a batch, by the names of Seen's fields."""
+def _outputs(
+    model: AdaptiveViT, source: _Source, labelled: bool, size: int, progress: Progress | None
+) -> Iterator[tuple[Output, Array]]:
+    """Batch by batch what the model gives, and the labels."""
+    first, images, done = next(model.parameters()), source.images, 0
+    for loaded in batches(images, in_order(len(images), size)):
+        if loaded.unreadable and not labelled:
+            raise DataError(f"Cannot read the image {images.labelled.name(loaded.unreadable[0])}.")
+        done += len(loaded.indices) + len(loaded.unreadable)
+        source.order += loaded.indices.tolist()
+        if len(loaded.indices):
+            yield model(loaded.images.to(first.device, first.dtype), aux=("plan", "keep_scores")), loaded.labels.numpy()
+        if progress:
+            progress(done, len(images))
+
+
+def _arrays(output: Output) -> dict[str, Array]:
+    """What is kept of a batch."""
     trace, facts, prefix = output.trace, output.trace.facts, output.trace.num_prefix_tokens
-    top = output.logits.float().softmax(-1).max(-1)
+    top, layers = output.logits.float().softmax(-1).max(-1), len(trace.attended)
     kept = {
         "attended": trace.attended[..., prefix:],
         "live": trace.live,
         "predicted": top.indices,
         "confidence": top.values,
         "macs": output.macs_deployed,
-        "skips": torch.tensor([any(isinstance(s.decision, Skip) for s in trace.steps)]),
     }
-    groups, scores = folded(trace), _scores(trace)
+    groups = merged(trace)
     if groups is not None:
         kept["groups"] = (groups[..., prefix:] - prefix).clamp_min(-1).to(torch.int32)
     if "plan" in facts:
-        kept |= {name: facts[name][..., prefix:] for name in ("plan", "planned", "halt")}
-    if scores is not None:
-        kept["scores"] = scores[3]
-    return kept
+        kept |= {name: facts[name][..., prefix:] for name in _PLAN}
+    _, blocks, stops = _scored(trace)
+    if stops:
+        values = facts["scores" if "halt" in facts else "chance"][: layers - 1, :, prefix:].float()
+        kept["scores"] = values.masked_fill(~trace.attended[:-1, :, prefix:], float("nan"))
+    elif blocks:
+        kept["scores"] = facts["keep_scores"][: len(blocks), ..., prefix:]
+    return {key: value.cpu().numpy() for key, value in kept.items()}
 
 
-def _scores(trace: Trace) -> tuple[str, list[int], bool, Tensor] | None:
-    """Name, blocks, whether a higher score leaves sooner, and values [S, B, P] of what patches were judged by."""
-    facts, last, prefix = trace.facts, len(trace.attended), trace.num_prefix_tokens
+def _scored(trace: Trace) -> tuple[str, list[int], bool]:
+    """Name, blocks and direction of what patches were judged by (see Scores); no blocks where they were not."""
+    facts, layers, slots = trace.facts, len(trace.attended), trace.attended.shape[-1]
     if "keep_scores" in facts:
-        kept = [i for i, block in enumerate(facts["keep_blocks"].tolist()) if block < last]
-        blocks = [int(facts["keep_blocks"][i]) for i in kept]
-        return ("score for staying", blocks, False, facts["keep_scores"][kept][..., prefix:]) if kept else None
-    name = "scores" if "halt" in facts else "chance"
-    if name == "chance" and (name not in facts or facts[name].shape[-1] != trace.attended.shape[-1]):
-        return None
-    live, values = trace.attended[:-1, :, prefix:], facts[name][: last - 1, :, prefix:].float()
-    title = "halting score" if name == "scores" else "chance of stopping"
-    return title, list(range(1, last)), True, torch.where(live, values, torch.full_like(values, float("nan")))
+        return "score for staying", [b for b in facts["keep_blocks"].tolist() if b < layers], False
+    if "halt" in facts:
+        return "halting score", list(range(1, layers)), True
+    of_patches = "chance" in facts and facts["chance"].shape[-1] == slots
+    return "chance of stopping", list(range(1, layers)) if of_patches else [], of_patches
 
 
-def folded(trace: Trace) -> Tensor | None:
+def merged(trace: Trace) -> Tensor | None:
     """[L, B, N] the slot that every slot was merged into after each block, -1 where it has left for good.
 
     None for a policy that never merges.

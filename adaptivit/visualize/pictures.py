@@ -29,6 +29,7 @@ _SKIPPED = (206, 213, 223)  # pale, and neither the white nor the grey of a phot
 _DROPPED = (24, 26, 30)
 _LINE = (255, 255, 255, 190)  # around merged regions
 
+EXTREMES = ("Easiest: the fewest blocks", "Hardest: the most blocks")
 VIEWS = {"tokens": "Tokens at work", "groups": "Merged regions", "plan": "Planned depth"}
 
 
@@ -36,6 +37,11 @@ VIEWS = {"tokens": "Tokens at work", "groups": "Merged regions", "plan": "Planne
 def views(seen: Seen) -> list[str]:
     """The kinds of overlay that this policy has."""
     return ["tokens", *(["groups"] if seen.groups is not None else []), *(["plan"] if seen.plans is not None else [])]
+
+
+def first_view(seen: Seen) -> str:
+    """The kind that says most."""
+    return "tokens" if seen.groups is None else "groups"
 
 
 def overlay(seen: Seen, index: int, layer: int, view: str = "tokens") -> Array:
@@ -81,14 +87,6 @@ def _plan(seen: Seen, index: int, layer: int) -> Array:
         out[:, :3] = np.where(live[:, None], shades(seen.plans.values[made[-1], index], seen.layers), _DROPPED)
         out[:, 3] = round(255 * _TINT)
     return _cells(seen, out)
-
-
-def executed(seen: Seen, index: int) -> Array:
-    """An overlay of the depth at which every patch halted, beside plans."""
-    assert seen.plans is not None
-    done = np.full((seen.attended.shape[-1], 4), round(255 * _TINT), np.uint8)
-    done[:, :3] = shades(seen.plans.halt[index], seen.layers)
-    return _cells(seen, done)
 
 
 def _groups(seen: Seen, index: int, layer: int) -> Array:
@@ -236,19 +234,27 @@ def maps(seen: Seen, indices: Sequence[int], columns: int = 3) -> Image.Image:
     return Image.open(io.BytesIO(made)).convert("RGB")
 
 
-def plan_sheet(seen: Seen, indices: Sequence[int]) -> Image.Image:
-    """Every image, the plan of its planners at each stage, and what was executed."""
+def plans_of(seen: Seen, index: int) -> list[tuple[str, str, Array]]:
+    """(name, mean depth, overlay) of an image's plan at each stage, and of the executed depth."""
     if seen.plans is None:
         raise UserError(f"{seen.policy} plans no depths; AHT-ViT (aht) with planners does.")
+    made = []
+    for s, stage in enumerate(seen.plans.stages):
+        depths = seen.plans.values[s, index][seen.plans.live[s, index]]
+        mean = f"{depths.mean():.1f}" if len(depths) else "none live"
+        made.append((f"plan after block {stage}", mean, overlay(seen, index, stage - 1, "plan")))
+    done = np.full((seen.attended.shape[-1], 4), round(255 * _TINT), np.uint8)
+    done[:, :3] = shades(seen.plans.halt[index], seen.layers)
+    return [*made, ("executed", f"{seen.plans.halt[index].mean():.1f}", _cells(seen, done))]
+
+
+def plan_sheet(seen: Seen, indices: Sequence[int]) -> Image.Image:
+    """Every image, the plan of its planners at each stage, and what was executed."""
     rows = []
     for index in indices:
-        row = [(plain(seen, index), seen.titles[index])]
-        for s, stage in enumerate(seen.plans.stages):
-            live = seen.plans.live[s, index]
-            mean = seen.plans.values[s, index][live].mean() if live.any() else float("nan")
-            row.append((painted(seen, index, stage - 1, "plan"), f"plan at block {stage} · mean {mean:.1f}"))
-        words = f"executed · mean {seen.plans.halt[index].mean():.1f}"
-        rows.append([*row, (_laid(plain(seen, index), executed(seen, index)), words)])
+        photo = plain(seen, index)
+        tiles = [(_laid(photo, over), f"{name} · mean {mean}") for name, mean, over in plans_of(seen, index)]
+        rows.append([(photo, seen.titles[index]), *tiles])
     return sheet(rows, layers=seen.layers, light=1.0)
 
 
@@ -269,7 +275,7 @@ def easy_and_hard(seen: Seen, count: int = 6) -> Image.Image:
         [(painted(seen, i, seen.layers - 1), f"{seen.titles[i]} · depth {seen.mean_depth[i]:.1f}") for i in chosen]
         for chosen in extremes(seen, count)
     ]
-    return sheet(rows, headings=("Easiest: the fewest blocks", "Hardest: the most blocks"), layers=seen.layers)
+    return sheet(rows, headings=EXTREMES, layers=seen.layers)
 
 
 # -- animations -----------------------------------------------------------------------------------------------------

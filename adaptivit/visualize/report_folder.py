@@ -106,33 +106,22 @@ def _pictures(found: Found) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """(file, what draws it) of every picture."""
     seen, shown = found.seen, list(found.shown)
 
-    def chart(name: str, make: Callable[..., Any], *given: Any) -> tuple[str, Callable[[], bytes]]:
-        return f"{name}.png", lambda: png_bytes(make(*given), charts.SHARP)
-
     def picture(name: str, make: Callable[..., Any], *given: Any) -> tuple[str, Callable[[], bytes]]:
         return f"{name}.png", lambda: image_bytes(make(*given))
 
     yield picture("maps", pictures.maps, seen, shown, min(3, len(shown)))
-    for name in ("live", "depths", "positions", *(["scores"] if seen.scores is not None else [])):
-        yield chart(name, getattr(charts, name), seen)
+    for _, name, draw in charts.every(seen, found.importance):
+        yield f"{name}.png", lambda draw=draw: png_bytes(draw(), charts.SHARP)  # type: ignore[misc]
     if seen.plans is not None:
         yield picture("plans", pictures.plan_sheet, seen, shown[:4])
-        for s, stage in enumerate(seen.plans.stages):
-            yield chart(f"plan_{stage}", charts.planned, seen, s)
-    if found.importance is not None:
-        yield chart("importance", charts.importance, found.importance)
-    if not seen.equal and len(seen) > 1:
-        if all(pictures.extremes(seen)):
-            yield picture("easy_and_hard", pictures.easy_and_hard, seen)
-        for name in ("confidence", *(["accuracy"] if seen.correct is not None and len(seen) >= 20 else [])):
-            yield chart(name, getattr(charts, name), seen)
+    if not seen.equal and all(pictures.extremes(seen)):
+        yield picture("easy_and_hard", pictures.easy_and_hard, seen)
     for number, index in enumerate(shown, start=1):
         safe = re.sub(r"[^\w.-]+", "_", seen.titles[index])[:60].strip("._") or "image"
         stem = f"images/{number:02d}_{safe}"
         for view in pictures.views(seen):
             yield picture(f"{stem}_{view}", pictures.strip, seen, index, view)
-        first = "groups" if seen.groups is not None else "tokens"
-        yield f"{stem}.gif", partial(pictures.animation, seen, index, first)
+        yield f"{stem}.gif", partial(pictures.animation, seen, index, pictures.first_view(seen))
 
 
 def _rows(seen: Seen) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,12 @@ class Found:
 def report_page(found: Found, command: str = "", environment: Mapping[str, object] | None = None) -> str:
     """The report as HTML."""
     seen = found.seen
-    sections = [("images", "Images", _images(seen, found.shown))]
-    if seen.plans is not None:
-        sections.append(("plans", "Plan and execution", _plans(seen, found.shown)))
-    sections.append(("depth", "Depth", _depth(seen)))
-    if seen.scores is not None:
-        sections.append(("scores", "Scores", _scores(found)))
-    if len(seen) > 1 and not seen.equal:
-        sections.append(("difficulty", "Easy and hard", _difficulty(seen)))
-    if found.classes and (found.static is not None or not seen.equal):
-        sections.append(("classes", "Classes", _classes(found)))
-    links = "".join(f'<a href="#{key}">{name}</a>' for key, name, _ in sections)
+    made = [(key, title, make(found)) for key, (title, make) in _SECTIONS.items()]
+    sections = [section for section in made if section[2]]
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
     body = "\n".join(
-        f'<section aria-labelledby="{key}"><h2 id="{key}">{name}</h2>{inner}</section>' for key, name, inner in sections
+        f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{inner}</section>'
+        for key, title, inner in sections
     )
     styles = [(_HERE / "report_page.css").read_text(), "[hidden] { display: none !important; }"]
     for view in pictures.views(seen):
@@ -61,13 +53,9 @@ def report_page(found: Found, command: str = "", environment: Mapping[str, objec
         html.footer(command, environment or {}),
         style="\n".join(styles),
         script=(_HERE / "report_page.js").read_text(),
-        attributes=f'data-view="{_first_view(seen)}"',
+        attributes=f'data-view="{pictures.first_view(seen)}"',
         header='<button type="button" class="theme" hidden>Dark</button>',
     )
-
-
-def _first_view(seen: Seen) -> str:
-    return "groups" if seen.groups is not None else "tokens"
 
 
 def _count(number: int, what: str) -> str:
@@ -142,22 +130,22 @@ def _verdict(seen: Seen, index: int) -> str:
     return f'{words} · <span class="wrong">wrong</span>, it is {escaped(seen.class_name(int(seen.labels[index])))}'
 
 
-def _images(seen: Seen, shown: Sequence[int]) -> str:
-    views = pictures.views(seen)
+def _images(found: Found) -> str:
+    seen, views = found.seen, pictures.views(found.seen)
     parts = [
         _about("Left the image as the model sees it, right its patches. Move the slider to follow them block by block.")
     ]
-    if len(shown) < len(seen):
-        parts.append(_about(f"{len(shown)} of {len(seen):,} images are shown; the figures are of all."))
+    if len(found.shown) < len(seen):
+        parts.append(_about(f"{len(found.shown)} of {len(seen):,} images are shown; the figures are of all."))
     if len(views) > 1:
         choices = "".join(
-            f'<label><input type="radio" name="view" value="{v}"{" checked" if v == _first_view(seen) else ""}>'
+            f'<label><input type="radio" name="view" value="{v}"{" checked" if v == pictures.first_view(seen) else ""}>'
             f"<span>{pictures.VIEWS[v]}</span></label>"
             for v in views
         )
         parts.append(f'<fieldset class="views"><legend>Show</legend>{choices}</fieldset>')
-    parts += [_key(seen, view) for view in views]
-    return "".join(parts) + '<div class="shots">' + "".join(_shot(seen, i, views) for i in shown) + "</div>"
+    shots = "".join(_shot(seen, i, views) for i in found.shown)
+    return "".join([*parts, *(_key(seen, view) for view in views), f'<div class="shots">{shots}</div>'])
 
 
 def _key(seen: Seen, view: str) -> str:
@@ -205,83 +193,72 @@ def _shot(seen: Seen, index: int, views: Sequence[str]) -> str:
     )
 
 
-def _plans(seen: Seen, shown: Sequence[int]) -> str:
-    plans, rows = seen.plans, []
-    assert plans is not None
-    for index in shown[:4]:
+def _plans(found: Found) -> str:
+    seen, plans = found.seen, found.seen.plans
+    if plans is None:
+        return ""
+    rows = []
+    for index in found.shown[:4]:
         title, tiles = seen.titles[index], []
-        for s, stage in enumerate(plans.stages):
-            live = plans.live[s, index]
-            mean = f"{plans.values[s, index][live].mean():.1f}" if live.any() else "none live"
-            over, words = _over(pictures.overlay(seen, index, stage - 1, "plan"), "shown"), f"plan after block {stage}"
-            tiles.append(_tile(seen, index, over, f"{title}: {words}, mean {mean}", f"{words}<br>mean {mean}"))
-        mean, over = f"{plans.halt[index].mean():.1f}", _over(pictures.executed(seen, index), "shown")
-        tiles.append(_tile(seen, index, over, f"{title}: executed depth, mean {mean}", f"executed<br>mean {mean}"))
+        for words, mean, over in pictures.plans_of(seen, index):
+            label = f"{title}: {words}, mean {mean}"
+            tiles.append(_tile(seen, index, _over(over, "shown"), label, f"{words}<br>mean {mean}"))
         rows.append(f'<div><h3 class="sub">{escaped(title)}</h3><div class="blocks">{"".join(tiles)}</div></div>')
     words = (
         "Planners give every live patch a depth; halting scores carry it out. "
         "Patches that had halted before a plan was made are dark."
     )
     key = _key(seen, "plan").replace('class="key plan"', 'class="key" style="display: flex"')
-    figures = [_chart(partial(charts.planned, seen, s), f"plan{stage}") for s, stage in enumerate(plans.stages)]
-    return f'{_about(words)}{key}<div class="plans">{"".join(rows)}</div>{_charts(figures)}'
+    return f'{_about(words)}{key}<div class="plans">{"".join(rows)}</div>{_charts(found, "plans")}'
 
 
 # -- charts ---------------------------------------------------------------------------------------------------------
-def _chart(make: Callable[[], Any], name: str, label: str = "") -> str:
-    figure = make()
-    words = [t.get_text() for axes in figure.axes for t in axes.texts]
-    label = label or ". ".join(" ".join(w.split()) for w in words[-2:])
-    return f'<figure class="chart" role="img" aria-label="{escaped(label)}">{charts.svg(figure, name)}</figure>'
+def _charts(found: Found, section: str) -> str:
+    made = []
+    for part, name, draw in charts.every(found.seen, found.importance):
+        if part == section:
+            figure = draw()
+            texts = [" ".join(t.get_text().split()) for axes in figure.axes for t in axes.texts]
+            label = escaped(figure.get_label() or ". ".join(texts[-2:]))
+            made.append(f'<figure class="chart" role="img" aria-label="{label}">{charts.svg(figure, name)}</figure>')
+    return f'<div class="charts">{"".join(made)}</div>'
 
 
-def _charts(figures: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(figures)}</div>'
-
-
-def _depth(seen: Seen) -> str:
-    live = ", ".join(f"{v:.0f}" for v in seen.live.mean(1))
-    figures = [
-        _chart(partial(charts.live, seen), "live", f"Mean tokens computed in each block: {live}"),
-        _chart(partial(charts.depths, seen), "depths"),
-        _chart(partial(charts.positions, seen), "positions"),
-    ]
-    words = "What is above the bars is work that was not done."
+def _depth(found: Found) -> str:
+    words, seen = "What is above the bars is work that was not done.", found.seen
     if seen.equal and len(seen) > 1:
         words += f" {seen.method} computes as many patches in every image: none is easier than another for it."
-    return _about(words) + _charts(figures)
+    return _about(words) + _charts(found, "depth")
 
 
 def _scores(found: Found) -> str:
-    seen, scores = found.seen, found.seen.scores
-    assert scores is not None
+    scores = found.seen.scores
+    if scores is None:
+        return ""
     how = "the higher, the sooner a patch stops" if scores.stops else "the higher, the longer a patch stays"
     words = f"What the policy judges patches by: {how}."
-    figures = [_chart(partial(charts.scores, seen), "score")]
     if found.importance is not None:
-        figures.append(_chart(partial(charts.importance, found.importance), "importance"))
-        truth = "the label" if seen.labels is not None else "the predicted class"
+        truth = "the label" if found.seen.labels is not None else "the predicted class"
         words += (
             f" A patch matters when the loss of {truth} rises without it, in the transformer that computes everything. "
             "Above zero, the policy keeps what matters."
         )
         if not np.isfinite(found.importance.pearson).any():
             words += " Here the scores of an image's patches do not differ, so there is no correlation."
-    return _about(words) + _charts(figures)
+    return _about(words) + _charts(found, "scores")
 
 
-def _difficulty(seen: Seen) -> str:
+def _difficulty(found: Found) -> str:
+    seen = found.seen
+    if seen.equal:
+        return ""
     which = " All of these were classified rightly." if seen.correct is not None else ""
-    easy, hard = pictures.extremes(seen)
     walls = [
         f'<h3 class="sub">{name}</h3><div class="wall">{"".join(_small(seen, i) for i in chosen)}</div>'
-        for name, chosen in (("Easiest: the fewest blocks", easy), ("Hardest: the most blocks", hard))
+        for name, chosen in zip(pictures.EXTREMES, pictures.extremes(seen), strict=True)
         if chosen
     ]
-    figures = [_chart(partial(charts.confidence, seen), "confidence")]
-    if seen.correct is not None and len(seen) >= 20:
-        figures.append(_chart(partial(charts.accuracy, seen), "accuracy"))
-    return _about(f"Images by the mean depth of their patches.{which}") + "".join(walls) + _charts(figures)
+    return _about(f"Images by the mean depth of their patches.{which}") + "".join(walls) + _charts(found, "difficulty")
 
 
 def _small(seen: Seen, index: int) -> str:
@@ -295,25 +272,39 @@ def _small(seen: Seen, index: int) -> str:
 
 def _classes(found: Found) -> str:
     rows, seen = list(found.classes), found.seen
-    tables: list[tuple[list[Row], str, tuple[str, ...]]] = []
-    words = ""
+    if not rows or (found.static is None and seen.equal):
+        return ""
+    words, tables = "", list[tuple[str, list[Row], str]]()
     if found.static is not None:
-        words = "Top-1 of single classes against the static model. "
-        keys = ("class", "images", "static top-1 %", "top-1 %", "change")
-        names = ("Classes that gain", "Classes that lose")
-        tables += [(part, name, keys) for part, name in zip(gain_and_lose(rows), names, strict=True) if part]
-        words += "" if tables else "No class changed. "
+        gain, lose = gain_and_lose(rows)
+        words = f"Top-1 of single classes against the static model. {'' if gain or lose else 'No class changed. '}"
+        tables = [(f"Classes that {which}", part, "change") for which, part in (("gain", gain), ("lose", lose))]
     if not seen.equal:
-        shown = ("class", "images", "top-1 %", "mean depth")
         names = ("Classes that take the fewest blocks", "Classes that take the most blocks")
-        tables += [(part, name, shown) for part, name in zip(shallow_and_deep(rows), names, strict=True) if part]
+        tables += [(name, part, "mean depth") for name, part in zip(names, shallow_and_deep(rows), strict=True)]
     few = int(np.median([r["images"] for r in rows]))
     if few < 30:
         words += f"With {_count(few, 'image')} a class (the median), single classes are examples and no results."
-    made = "".join(html.table_of([_cells(row, keys) for row in part], name) for part, name, keys in tables)
-    return f'{_about(words)}<div class="tables">{made}</div>'
+    made = [html.table_of([_cells(row, last) for row in part], name) for name, part, last in tables]
+    return f'{_about(words)}<div class="tables">{"".join(made)}</div>'
 
 
-def _cells(row: Row, keys: Sequence[str]) -> Row:
-    cells = {key: f"{row[key]:.1f}" if isinstance(row[key], float) else row[key] for key in keys}
-    return cells | ({"change": f"{row['change']:+.0f}".replace("-", "−")} if "change" in keys else {})
+def _cells(row: Row, last: str) -> Row:
+    """A row of a table of classes that ends with the change or with the depth."""
+    if last == "change":
+        static, change = f"{row['static top-1 %']:.1f}", f"{row['change']:+.0f}".replace("-", "−")
+        cells = {"static top-1 %": static, "top-1 %": f"{row['top-1 %']:.1f}", "change": change}
+    else:
+        cells = {"top-1 %": f"{row['top-1 %']:.1f}", "mean depth": f"{row['mean depth']:.1f}"}
+    return {"class": row["class"], "images": row["images"], **cells}
+
+
+# id of a section -> title, what writes it (nothing where there is nothing to show)
+_SECTIONS: dict[str, tuple[str, Callable[[Found], str]]] = {
+    "images": ("Images", _images),
+    "plans": ("Plan and execution", _plans),
+    "depth": ("Depth", _depth),
+    "scores": ("Scores", _scores),
+    "difficulty": ("Easy and hard", _difficulty),
+    "classes": ("Classes", _classes),
+}

@@ -140,7 +140,7 @@ def test_groups_are_the_tokens_that_are_left(policy: str) -> None:
 def test_groups_against_a_literal_loop(seed: int) -> None:
     kinds = ["merge", "drop", "none", "keep", "merge_nowhere", "drop", "merge", "share", "none"]
     trace = random_trace(kinds, seed)
-    found = collect.folded(trace)
+    found = collect.merged(trace)
     assert found is not None
     for b in range(3):
         home = dict(enumerate(range(17)))
