@@ -25,7 +25,18 @@ from adaptivit.policies import spec as settings
 from adaptivit.utils.hardware import device_name
 
 BUDGETS = ("-20%", "-33%", "-50%")
-POLICIES = ("aht", "aht:feature=class_row", "avit", "confidence", "evit", "tome", "fold", "mod", "amod", "dynamicvit")
+POLICIES = (
+    "aht",
+    "aht_merge:feature=class_row,removal=drop",
+    "avit",
+    "confidence",
+    "evit",
+    "tome",
+    "fold",
+    "mod",
+    "amod",
+    "dynamicvit",
+)
 
 
 def tensors(folder: str, count: int, transform: object) -> torch.Tensor:

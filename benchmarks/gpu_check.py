@@ -368,15 +368,17 @@ def check_kernels() -> None:
 
 def policies(batch: int) -> list[tuple[str, dict[str, object]]]:
     trace = drawn_trace([1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], batch=batch, tokens=197, seed=1)
+    plain: dict[str, object] = {"gate": "shared", "center_per_image": 0.0, "halt_point": "after"}
+    plain["halting_blocks"] = tuple(range(11))
     return [
         *(("static", {}), ("static", {"depth": 5}), ("replay", {"trace": trace})),
         ("aht", {"gamma": 10, "beta": -4.0}),
-        ("aht", {"gamma": 10, "beta": -4.0, "leave": "fold"}),
-        ("aht", {"gamma": 4, "beta": -9.0, "feature": "worth", "leave": "fold"}),
-        ("aht", {"gamma": 4, "beta": -6.0, "feature": "worth", "leave": "fold", "supervised": (3, 6, 9)}),
+        ("aht_merge", plain | {"gamma": 10, "beta": -4.0, "feature": "fc1"}),
+        ("aht_merge", plain | {"gamma": 4, "beta": -9.0}),
+        ("aht_merge", plain | {"gamma": 4, "beta": -6.0, "halting_blocks": (3, 6, 9)}),
         ("avit", {"gate_scale": 10, "gate_center": 2.0}),
         *(("amod", {}), ("mod", {}), ("tome", {"r": 13}), ("fold", {}), ("evit", {}), ("dynamicvit", {})),
-        *(("dynamicvit", {"leave": "fold"}), ("confidence", {})),
+        *(("dynamicvit", {"removal": "merge"}), ("confidence", {})),
     ]
 
 

@@ -14,8 +14,8 @@ run="python3 -m adaptivit benchmark --seed 0"
 deit="--backbones deit_small_patch16_224"
 aht="--profile halting --policies aht:gamma=10,beta=-4.8"  # on these random weights it halts about as the profile does
 peers="--policies amod:capacity=0.5 tome:r=13 dynamicvit fold:budget=0.67"
-fold="aht:feature=worth,leave=fold,decide=between,spare=3,relative=1,gamma=30"  # halts to 66 and 67 % on these weights
-folding="--policies $fold,beta=-3.4 $fold,beta=0.12,supervised=3+6+9 fold:budget=0.67 fold:budget=0.67,stages=3+6+9"
+fold="aht_merge:gate=shared"  # halts to 66 and 67 % on these weights
+folding="--policies $fold,beta=-3.4 $fold,beta=0.12,halting_blocks=3+6+9 fold:budget=0.67 fold:budget=0.67,blocks=3+6+9"
 quick="--static-modes default+graph"
 best="--static-modes default+graph max-autotune-no-cudagraphs+graph"
 training="python3 benchmarks/training_speed.py --batch 128 --kinds compiled"

@@ -71,7 +71,9 @@ ASKS: dict[str, tuple[str, ...]] = {}
 
 # Policies: settings and values, old -> new names to try where the old name is not a field of the settings.
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "stages": ("planner_blocks",),
+    "stages": ("planner_blocks", "blocks"),
+    "first": ("first_block",),
+    "start": ("start_at",),
     "supervised": ("halting_blocks",),
     "sample": ("train_budget_range",),
     "decide": ("halt_point",),
@@ -84,11 +86,19 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 VALUES: dict[tuple[str, Any], tuple[Any, ...]] = {
     ("feature", "worth"): ("merge_score",),
     ("leave", "fold"): ("merge",),
-    ("decide", "between"): ("between", "before_mlp", "in_block"),
+    ("decide", "between"): ("before_mlp",),
+    ("gate", "layer"): ("block",),
 }
 POLICY_NAMES: dict[str, tuple[str, ...]] = {  # where the first does not have the settings
-    "aht": ("aht", "aht_merge", "aht-merge", "aht_plus", "aht_fold", "ahtm"),
+    "aht": ("aht", "aht_merge"),
 }
+# Defaults of b85ff43's aht that aht_merge has otherwise.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "aht_merge": {"decide": "after", "feature": "fc1", "gate": "shared", "relative": 0.0, "slope": "score", "tau": 0.25}
+    | {"start": "depth", "leave": "drop", "gamma": 1.0, "straight_through": False, "spare": 0}
+}
+RECIPE_NAMES = {"aht-fold": "aht-merge"}  # where the first is not there
+TABLE_ROWS = {"feature worth": "feature merge_score"}
 
 
 class Missing(Exception):
@@ -138,7 +148,7 @@ def _fields(policy: str) -> set[str]:
 def _translated(policy: str, settings: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
     """The settings in this tree's names, or None where this policy cannot say them."""
     fields, error = _fields(policy), home("UserError")
-    given = dict(settings)
+    given = DEFAULTS.get(policy, {}) | settings
     if "spare" in given and "spare" not in fields:  # the blocks behind the spared ones, but for the last
         first = given.pop("spare")
         given.setdefault("supervised", tuple(range(first, depth - 1)))
@@ -173,6 +183,14 @@ def policy_spec(policy: str, settings: Mapping[str, Any], depth: int) -> tuple[s
             if made is not None:
                 return name, made
     raise Missing(f"policy {policy} with {dict(settings)}")
+
+
+def recipe(name: str) -> Any:
+    """The training config of a recipe."""
+    error = home("UserError")
+    with contextlib.suppress(error):
+        return home("recipe")(name)
+    return home("recipe")(RECIPE_NAMES[name])
 
 
 def asks(names: Iterable[str]) -> set[str]:

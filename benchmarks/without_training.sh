@@ -13,6 +13,6 @@ exec "${PYTHON:-python3}" -m adaptivit compare --epochs 0 --data "$data" --weigh
   tome:r=8 tome:r=10 tome:r=12+13+12+13+12+13+12+13+12+13+12+13 tome:r=15+15+15+16+15+15+15+16+15+15+15+16 \
   tome:r=17,inflection=1 tome:r=16,inflection=0.5 \
   evit:keep=0.8 evit:keep=0.7 evit:keep=0.6 evit:keep=0.7,fuse=false \
-  amod:capacity=0.7 amod:capacity=0.5 amod:capacity=0.125 amod:capacity=0.5,first=5 \
+  amod:capacity=0.7 amod:capacity=0.5 amod:capacity=0.125 amod:capacity=0.5,first_block=5 \
   mod:capacity=0.5 mod:capacity=0.125 mod:capacity=0.5,gate=none \
   confidence:threshold=0.9 static:depth=8

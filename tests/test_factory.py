@@ -108,7 +108,7 @@ def test_damaged_files_are_named(weights: Path, damage: str, suffix: str, tmp_pa
 # -- checkpoints of ours ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_save_and_load_is_exact(kind: str, tmp_path: Path) -> None:
-    given = {"stages": (1, 5), "threshold": 0.8, "plan_weight": 0.25, "feature": "residual", "learn_gate": False}
+    given = {"planner_blocks": (1, 5), "threshold": 0.8, "index": 3}
     model = tiny("aht", kind, **given)
     model.class_names = [str(i) for i in range(10)]
     model.save_pretrained(tmp_path / "saved", note="hello")
@@ -152,7 +152,7 @@ def test_what_cannot_be_described_is_not_saved_wrongly(special: dict[str, Any], 
 
 
 def test_weights_from_a_directory(tmp_path: Path) -> None:
-    aht = tiny("aht", threshold=0.7, stages=(2,))
+    aht = tiny("aht", threshold=0.7, planner_blocks=(2,))
     aht.save_pretrained(tmp_path / "aht")
     tiny("static", seed=4).save_pretrained(tmp_path / "static")
     again = adaptivit.create(TINY, "aht", weights=tmp_path / "aht", eps=0.02)
@@ -166,7 +166,7 @@ def test_weights_from_a_directory(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="do not fit"):
         adaptivit.create(TINY | {"depth": 5}, "static", weights=tmp_path / "static")
     with pytest.raises(WeightsError, match="do not fit"):
-        adaptivit.create(TINY, "aht", weights=tmp_path / "aht", stages=(3,))
+        adaptivit.create(TINY, "aht", weights=tmp_path / "aht", planner_blocks=(3,))
 
 
 def test_weights_never_overrule_an_argument(weights: Path) -> None:
@@ -229,19 +229,19 @@ def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monk
     [
         ("ath", {}, "Did you mean 'aht'"),
         ("aht", {"treshold": 1.0}, "Did you mean 'threshold'"),
-        ("aht", {"feature": "fc2"}, "Did you mean 'fc1'"),
+        ("aht_merge", {"feature": "fc2"}, "Did you mean 'fc1'"),
         ("aht", {"threshold": 0.0}, "threshold: expected a number > 0"),
         ("aht", {"threshold": -1}, "threshold: expected a number > 0"),
         ("aht", {"threshold": float("nan")}, "threshold: expected a .*number"),
         ("aht", {"beta": "nan"}, "beta: expected a .*number"),
         ("aht", {"beta": "much"}, "beta: expected a .*number"),
         ("aht", {"eps": 1.0}, "eps"),
-        ("aht", {"stages": (3, 7)}, r"stages: .*1\.\.6, got 7"),
-        ("aht", {"stages": (0,)}, "stages"),
-        ("aht", {"stages": (2, 2)}, "stages"),
-        ("aht", {"index": 24, "feature": "residual"}, "index"),
+        ("aht", {"planner_blocks": (3, 7)}, r"planner_blocks: .*1\.\.5, got 7"),
+        ("aht", {"planner_blocks": (0,)}, "planner_blocks"),
+        ("aht", {"planner_blocks": (2, 2)}, "planner_blocks"),
+        ("aht_merge", {"index": 24, "feature": "residual", "halt_point": "after"}, "index"),
         ("aht", {"index": 1.5}, "index: expected a whole number"),
-        ("aht", {"learn_gate": "perhaps"}, "learn_gate: expected true or false"),
+        ("aht", {"straight_through": "perhaps"}, "straight_through: expected true or false"),
         ("avit", {"eps": float("nan")}, "eps"),
         ("avit", {"index": 24}, "index"),
         ("static", {"threshold": 1.0}, "threshold"),

@@ -19,14 +19,16 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from .. import __version__
-from ..backbones.build import describe_backbone
+from ..backbones import family_of
+from ..backbones.build import describe_backbone, rebuild
 from ..errors import UserError, WeightsError, first_line
 from ..model import AdaptiveViT
+from ..policies.renamed import upgraded
 from ..utils.atomic_io import new_directory, write_bytes, write_text
 from ..utils.sharded import like, whole
 from . import model_card
 
-FORMAT = 2  # 1 had no digest of the weights
+FORMAT = 3  # 1 had no digest of the weights, 1 and 2 other names of policies' settings
 FILES = ("model.safetensors", "config.json", "README.md", model_card.PICTURE)
 HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 # What config.json says of the model itself; the rest are notes (results, calibration, ...).
@@ -141,10 +143,13 @@ def read(directory: str | Path) -> Stored:
     config = read_config(directory)
     place = Path(directory)
     state = read_weights(place / "model.safetensors")
-    with (place / "model.safetensors").open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    config.setdefault("weights", {"sha256": digest})  # format 1
+    digest = _digest(place)
     return Stored(place, config, state, digest)
+
+
+def _digest(place: Path) -> str:
+    with (place / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def notes(config: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +183,25 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if version > FORMAT:
         raise WeightsError(f"{directory} was saved by a newer adaptivit (format {version}); upgrade adaptivit.")
     assert isinstance(config, dict)
+    if version < 3:
+        _upgrade(config, path)
     return config
+
+
+def _upgrade(config: dict[str, Any], path: Path) -> None:
+    """Turn what format 1 or 2 says into today's."""
+
+    def layers() -> int:
+        with torch.device("meta"):
+            return family_of(vit := rebuild(config["backbone"]))(vit).inspect().layers
+
+    try:
+        config["policy"], config["settings"] = upgraded(config["policy"], config["settings"], layers)
+    except UserError as error:
+        raise WeightsError(f"{path} (saved by adaptivit {config.get('adaptivit', '?')}): {error}") from None
+    if "weights" not in config and (path.parent / "model.safetensors").is_file():
+        config["weights"] = {"sha256": _digest(path.parent)}
+    config["format"] = FORMAT
 
 
 def _check(config: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .registry import BUILT_IN, Record, build, get, names, register
+from .records import BUILT_IN, Record
+from .registry import build, get, names, register
 
 __all__ = ["BUILT_IN", "Record", "build", "get", "names", "register"]

@@ -18,7 +18,7 @@ from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
 from .base import Policy
 from .halting import Halting
-from .settings import ACTSettings
+from .records import ACTSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -43,12 +43,12 @@ class ACT(Policy):
 
     def start(self, ctx: BlockContext) -> State:
         halts = torch.ones_like(ctx.present[:, :1])
-        return State(Halting(halts, 1.0, self.settings.eps, self.settings.tau), ctx.present.shape[1])
+        return State(Halting(halts, 1.0, self.settings.eps, self.settings.surrogate_width), ctx.present.shape[1])
 
     def after(self, ctx: BlockContext, state: State) -> Decision:
         logit = ctx.apply_to_images(self.gate, ctx.image().to(self.gate.weight.dtype)).float()
         logit = logit if ctx.shift is None else logit + ctx.shift
-        full, mass = state.halting.step(torch.sigmoid(logit), ctx.layer + 1, ctx.last, surplus=ctx.over_limit)
+        full, mass = state.halting.step(torch.sigmoid(logit), ctx.layer + 1, ctx.last, over_limit=ctx.over_limit)
         share = mass.expand(ctx.present.shape)
         return Keep(readout_weight=share) if ctx.last else Drop(full.expand(ctx.present.shape), readout_weight=share)
 

@@ -20,7 +20,7 @@ from ..decision import Skip
 from ..errors import UserError
 from .base import Policy
 from .mod import routed_blocks, skip
-from .settings import AMoDSettings
+from .records import AMoDSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -39,9 +39,9 @@ class AMoD(Policy):
     def __init__(self, settings: AMoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         self.evidence_gradient = settings.multiply
-        self.blocks = frozenset(routed_blocks(settings.blocks, settings.first, shape.layers))
+        self.blocks = frozenset(routed_blocks(settings.blocks, settings.first_block, shape.layers))
         if 0 in self.blocks:
-            name = "first" if settings.blocks is None else "blocks"
+            name = "first_block" if settings.blocks is None else "blocks"
             raise UserError(f"{name}: block 0 has no attention before it to be routed by; start at block 1.")
         # where to look: the nearest dense block before every routed one
         self.looked = frozenset(max(d for d in range(b) if d not in self.blocks) for b in self.blocks)

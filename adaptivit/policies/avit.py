@@ -19,9 +19,9 @@ from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
 from .base import Policy
-from .common import fold
+from .common import merge_leaving
 from .halting import Halting
-from .settings import AViTSettings
+from .records import AViTSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @dataclass
 class State:
     halting: Halting
-    size: Tensor  # [B, N] of each token, where patches leave by folding
+    size: Tensor  # [B, N] of each token, where patches merge
     raw: list[Tensor] = field(default_factory=list)  # [B, N] each: h before the last layer's override
 
 
@@ -60,11 +60,11 @@ class AViT(Policy):
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
         halted_row = frozenset({"halted_row"}) if "raw_scores" in asked & self.optional_aux else frozenset()
-        folds = self.settings.leave == "fold" and layer < self.shape.layers - 1
-        return halted_row | {"similarity"} if folds else halted_row
+        merges = self.settings.removal == "merge" and layer < self.shape.layers - 1
+        return halted_row | {"similarity"} if merges else halted_row
 
     def start(self, ctx: BlockContext) -> State:
-        halting = Halting(torch.ones_like(ctx.present), 1.0, self.settings.eps, self.settings.tau)
+        halting = Halting(torch.ones_like(ctx.present), 1.0, self.settings.eps, self.settings.surrogate_width)
         return State(halting, torch.ones_like(halting.cumulative))
 
     def after(self, ctx: BlockContext, state: State) -> Decision:
@@ -80,9 +80,9 @@ class AViT(Policy):
         full, mass = halting.step(score, ctx.layer + 1, ctx.last, self.leaders, ctx.over_limit)
         if ctx.last:
             return Keep(readout_weight=mass)
-        if settings.leave == "drop":
+        if settings.removal == "drop":
             return Drop(full, zero_on_exit=True, readout_weight=mass)
-        merge = fold(full, ctx.patches, state.size, ctx.evidence["similarity"])
+        merge = merge_leaving(full, ctx.patches, state.size, ctx.evidence["similarity"])
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, readout_weight=mass)

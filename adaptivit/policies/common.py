@@ -1,4 +1,4 @@
-"""What several methods share: the best k tokens of every image, and leaving by folding.
+"""Shared by several methods: checks of block numbers, the best k tokens of every image, merging.
 
 Shapes: B images, N slots.
 """
@@ -15,7 +15,7 @@ from ..kernels import merge
 from ..kernels.topk import top
 from ..layouts import Similarity
 
-__all__ = ["check_blocks", "fold", "join", "thirds", "top"]
+__all__ = ["check_blocks", "join", "merge_leaving", "thirds", "top"]
 
 
 def check_blocks(name: str, blocks: Iterable[int], low: int, layers: int) -> None:
@@ -32,7 +32,7 @@ def thirds(layers: int) -> tuple[int, ...]:
 
 
 def join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | None = None) -> Merge:
-    """Tokens meet where `into` [B, N] says (-1: nowhere): rows become means and sizes add.
+    """Merge every token into slot `into` [B, N] (-1: none): rows become means and sizes add.
 
     The means are weighted by `merge_weight` [B, N], by default the sizes.
     """
@@ -40,7 +40,7 @@ def join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | Non
     return Merge(into, scale, size)
 
 
-def fold(
+def merge_leaving(
     leaving: Tensor, patches: Tensor, size: Tensor, similarity: Similarity, merge_weight: Tensor | None = None
 ) -> Merge:
     """Merge every leaving patch into the most similar one that stays; `size` [B, N] are the sizes so far.

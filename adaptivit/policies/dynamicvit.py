@@ -23,8 +23,8 @@ from ..cost import Shape
 from ..decision import Decision, Drop
 from ..utils.batch_rng import draw
 from .base import Policy
-from .common import check_blocks, fold, thirds, top
-from .settings import DynamicViTSettings
+from .common import check_blocks, merge_leaving, thirds, top
+from .records import DynamicViTSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -60,7 +60,7 @@ def hard_gumbel(log_p: Tensor) -> Tensor:
 class State:
     decision: Tensor  # [B, N] 1 for a kept patch, 0 for a dropped one and for prefix tokens; with gradient in training
     size: Tensor  # [B, N]
-    similarity: Any = None  # of the block before a stage, where patches leave by folding
+    similarity: Any = None  # of the block before a stage, where patches merge
     kept: list[Tensor] = field(default_factory=list)  # [B] share of the patches that is kept, each stage
     scores: list[Tensor] = field(default_factory=list)  # [B, N] log-probability of keeping, each stage
 
@@ -74,13 +74,13 @@ class DynamicViT(Policy):
 
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
-        self.stages = thirds(shape.layers) if settings.stages is None else tuple(sorted(settings.stages))
-        check_blocks("stages", self.stages, 1 if settings.leave == "fold" else 0, shape.layers)
+        self.blocks = thirds(shape.layers) if settings.blocks is None else tuple(sorted(settings.blocks))
+        check_blocks("blocks", self.blocks, 1 if settings.removal == "merge" else 0, shape.layers)
         self.ratios = self._ratios(settings.keep)
-        self.score_predictor = nn.ModuleList(Predictor(shape.dim) for _ in self.stages)
+        self.score_predictor = nn.ModuleList(Predictor(shape.dim) for _ in self.blocks)
 
     def _ratios(self, keep: float) -> list[float]:
-        return [keep ** (i + 1) for i in range(len(self.stages))]
+        return [keep ** (i + 1) for i in range(len(self.blocks))]
 
     def turned(self, position: float) -> DynamicViT:
         other = super().turned(position)
@@ -89,8 +89,8 @@ class DynamicViT(Policy):
         return other
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        folds = self.settings.leave == "fold" and layer + 1 in self.stages
-        return frozenset({"similarity"}) if folds else frozenset()
+        merges = self.settings.removal == "merge" and layer + 1 in self.blocks
+        return frozenset({"similarity"}) if merges else frozenset()
 
     def start(self, ctx: BlockContext) -> State:
         return State(ctx.patches.float(), torch.ones_like(ctx.present, dtype=torch.float32))
@@ -99,9 +99,9 @@ class DynamicViT(Policy):
         state.similarity = ctx.evidence.get("similarity")
 
     def before(self, ctx: BlockContext, state: State) -> Decision | None:
-        if ctx.layer not in self.stages:
+        if ctx.layer not in self.blocks:
             return None
-        stage = self.stages.index(ctx.layer)
+        stage = self.blocks.index(ctx.layer)
         log_p = ctx.apply(self.score_predictor[stage], over=state.decision)  # [B, N, 2]
         patches, total = ctx.patches, ctx.present.shape[1] - self.shape.num_prefix_tokens
         state.scores.append(log_p[..., 0].detach())
@@ -120,9 +120,9 @@ class DynamicViT(Policy):
             state.decision = (patches & ~leaving).float()
             count += self.shape.num_prefix_tokens
         state.kept.append(state.decision.sum(-1) / total)
-        if self.settings.leave == "drop":
+        if self.settings.removal == "drop":
             return Drop(leaving, key_weight=weight, self_key_grad=False, tokens_left=count)
-        merge = fold(leaving, patches, state.size, state.similarity)
+        merge = merge_leaving(leaving, patches, state.size, state.similarity)
         assert merge.size is not None
         state.size = merge.size
         return replace(merge, key_weight=weight, self_key_grad=False, tokens_left=count)

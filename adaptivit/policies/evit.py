@@ -19,7 +19,7 @@ from ..decision import Decision, Drop, Merge
 from ..errors import UserError
 from .base import Policy
 from .common import check_blocks, thirds, top
-from .settings import EViTSettings
+from .records import EViTSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -38,8 +38,8 @@ class EViT(Policy):
         super().__init__(settings, shape)
         if not shape.class_token:
             raise UserError("evit: expected a backbone with a class token, whose attention is the score; use 'fold'.")
-        self.stages = thirds(shape.layers) if settings.stages is None else settings.stages
-        check_blocks("stages", self.stages, 0, shape.layers)
+        self.blocks = thirds(shape.layers) if settings.blocks is None else settings.blocks
+        check_blocks("blocks", self.blocks, 0, shape.layers)
         self.keep_now = settings.keep  # in training the rate comes down slowly
 
     def schedule(self, epoch: float) -> None:
@@ -50,13 +50,13 @@ class EViT(Policy):
         self.keep_now = settings.keep + (1 - settings.keep) * 0.5 * (1 + math.cos(math.pi * done))
 
     def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        return frozenset({"class_row"}) if layer in self.stages else frozenset()
+        return frozenset({"class_row"}) if layer in self.blocks else frozenset()
 
     def start(self, ctx: BlockContext) -> list[int]:
         return [ctx.present.shape[1] - self.shape.num_prefix_tokens]
 
     def between(self, ctx: BlockContext, state: list[int]) -> Decision | None:
-        if ctx.layer not in self.stages:
+        if ctx.layer not in self.blocks:
             return None
         keep = self.keep_now if self.training else self.settings.keep
         before, after = state[-1], math.ceil(keep * state[-1])

@@ -1,4 +1,4 @@
-"""What A-ViT and AHT-ViT share: scores add up until they are full, then the token halts (adaptive computation time).
+"""Halting of A-ViT and AHT-ViT: scores add up until they are full, then the token halts.
 
 Shapes: B images, N slots, L layers. Layers are counted 1..L here, as in the papers.
 
@@ -25,8 +25,8 @@ class Halting:
     halts: Tensor  # [B, N] bool: tokens that halt at all (patches; the class token by choice)
     threshold: float
     eps: float
-    tau: float  # width of the soft step whose slope is the straight-through gradient
-    full: Callable[..., Tensor] | None = None  # BlockContext.cached_full: what nobody writes to
+    surrogate_width: float  # of the soft step whose slope is the straight-through gradient
+    full: Callable[..., Tensor] | None = None  # BlockContext.cached_full: shared tensors, not to be written to
     cumulative: Tensor = field(init=False)  # [B, N] c
     going: Tensor = field(init=False)  # [B, N] bool: has not halted
     halt: Tensor = field(init=False)  # [B, N] long: N, 0 while going
@@ -51,14 +51,14 @@ class Halting:
         layer: int,
         last: bool,
         leaders: int = 0,
-        surplus: Callable[[Tensor, Tensor], Tensor | None] | None = None,
+        over_limit: Callable[[Tensor, Tensor], Tensor | None] | None = None,
         margin: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Layer `layer` (1-based) has been computed: add its score [B, N].
+        """Add the score [B, N] of layer `layer` (1-based): [B, N] bool which tokens halt now, [B, N] the mass p_l.
 
-        Returns who halts now [B, N] bool, and the halting mass p_l [B, N]. With `leaders`, an image ends when its
-        first so many tokens have halted. `surplus`: BlockContext.over_limit: what must leave halts. `margin` [B, N] is
-        by how much this score is more than what was missing, in a unit of the caller's: the gradient then follows it.
+        `leaders`: an image ends when its first so many tokens have halted. `over_limit`: tokens that it names halt.
+        `margin` [B, N]: how far this score is above what was missing, in a unit of the caller's; the
+        gradient then follows it.
         """
         score = torch.ones_like(score) if last else score  # h_L := 1
         score = torch.where(self.going, score, torch.zeros_like(score))
@@ -71,24 +71,25 @@ class Halting:
         if leaders:
             over = ~(self.going & ~full)[:, :leaders].any(-1, keepdim=True)
             full = full | (self.going & over)
-        forced = None if surplus is None or last else surplus(self.going & ~full, self.cumulative.detach())
+        forced = None if over_limit is None or last else over_limit(self.going & ~full, self.cumulative.detach())
         full = full if forced is None else full | forced
         full = full | self.going if last else full
-        mass = self._halted(full, spent, score, layer)
+        mass = self._record(full, spent, score, layer)
         self.going = self.going & ~full
         if not last:
             self.presence.append(self.straight_through())
         return full, mass
 
-    def take(self, gate: GateResult, layer: int) -> tuple[Tensor, Tensor]:
-        """The same as step, where a kernel has added the score and compared the sum; for inference."""
+    def take(self, gate: GateResult, layer: int) -> Tensor:
+        """The same as step, where a kernel has added the score and compared the sum: the tokens that halt now."""
         full, spent = self.going > gate.active, self.cumulative / self.threshold
         self.cumulative, self.going = gate.total, gate.active
         self.presence.append(self.going.float())
-        return full, self._halted(full, spent, gate.score, layer)
+        self._record(full, spent, gate.score, layer)
+        return full
 
-    def _halted(self, full: Tensor, spent: Tensor, score: Tensor, layer: int) -> Tensor:
-        """Write down what halting here means for whoever is full; the mass p_l."""
+    def _record(self, full: Tensor, spent: Tensor, score: Tensor, layer: int) -> Tensor:
+        """Record the score, and what halting in this layer means for the tokens that do; the mass p_l."""
         self.remainder = torch.where(full, 1.0 - spent, self.remainder)
         self.halt = torch.where(full, layer, self.halt)
         self.scores.append(score)
@@ -96,11 +97,11 @@ class Halting:
 
     def straight_through(self) -> Tensor:
         """[B, N] weight from now on: 0/1 in the forward pass, the slope of a soft step in the backward: in c, or in the
-        margin, which does not vanish where a score is near 0 or 1. No slope where nothing is learned."""
+        margin, which does not vanish where a score is near 0 or 1. No slope without gradients."""
         if not torch.is_grad_enabled():
             return self.going.float()
         missing = self.threshold - self.eps - self.cumulative if self.margin is None else -self.margin
-        soft = torch.sigmoid(missing / self.tau)
+        soft = torch.sigmoid(missing / self.surrogate_width)
         return self.going.float() + torch.where(self.halts, soft - soft.detach(), torch.zeros_like(soft))
 
     def facts(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ..cost import Shape
 from ..decision import Skip
 from .base import Policy
 from .common import check_blocks, top
-from .settings import MoDSettings
+from .records import MoDSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def routed_blocks(blocks: tuple[int, ...] | None, first: int, layers: int) -> tuple[int, ...]:
     """Every second block from `first` on, or those that were named."""
     chosen = tuple(range(first, layers, 2)) if blocks is None else blocks
-    check_blocks("first" if blocks is None else "blocks", chosen or (first,), 0, layers)
+    check_blocks("first_block" if blocks is None else "blocks", chosen or (first,), 0, layers)
     return chosen
 
 
@@ -48,7 +48,7 @@ class MoD(Policy):
 
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
-        blocks = routed_blocks(settings.blocks, settings.first, shape.layers)
+        blocks = routed_blocks(settings.blocks, settings.first_block, shape.layers)
         self.routers = nn.ModuleDict({str(b): self._router(shape.dim) for b in blocks})
 
     def _router(self, dim: int) -> nn.Module:

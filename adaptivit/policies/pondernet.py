@@ -22,7 +22,7 @@ from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
 from .base import Policy
-from .settings import PonderNetSettings
+from .records import PonderNetSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext

@@ -1,8 +1,7 @@
-"""Every policy by name: a record with its settings, its class, its colour in plots and its recipe.
+"""Policies by name: those of this package (records.py), and those from outside.
 
-A policy of this package is its file and one record in BUILT_IN. One from outside calls `adaptivit.register_policy`, in
-a file that `--import` names or in a module that an installed package names as an entry point of `adaptivit.policies`.
-Nothing here imports torch, so that --help is instant.
+A policy from outside calls `adaptivit.register_policy`, in a file given by `--import` or in a module that an installed
+package names as an entry point of `adaptivit.policies`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UserError, unknown
-from . import settings as own
+from .records import BUILT_IN, NoSettings, Record
 
 if TYPE_CHECKING:
     from .base import Policy
@@ -23,32 +22,6 @@ ENTRY_POINTS = "adaptivit.policies"
 P = TypeVar("P", bound="type[Policy]")
 
 
-@dataclass(frozen=True)
-class Record:
-    """What the rest of the package needs to know of a policy before it is built."""
-
-    settings: type  # a frozen dataclass
-    home: str | type  # "module:Class" in this package, or the class
-    colour: str = ""  # in plots; one that is left where empty
-    recipe: str = ""  # the losses that it trains with where no recipe is named; the task loss alone where empty
-
-
-BUILT_IN: dict[str, Record] = {
-    "static": Record(own.StaticSettings, "static:Static", "#667079"),
-    "aht": Record(own.AHTSettings, "aht:AHT", "#0f8b80", recipe="aht-budget"),
-    "avit": Record(own.AViTSettings, "avit:AViT", "#d1495b", recipe="avit-paper"),
-    "mod": Record(own.MoDSettings, "mod:MoD", "#8ab0e0"),
-    "amod": Record(own.AMoDSettings, "amod:AMoD", "#3d5a98"),
-    "dynamicvit": Record(own.DynamicViTSettings, "dynamicvit:DynamicViT", "#e08e1b", recipe="dynamicvit"),
-    "evit": Record(own.EViTSettings, "evit:EViT", "#8e5aa8"),
-    "tome": Record(own.ToMeSettings, "tome:ToMe", "#4c9a2a"),
-    "fold": Record(own.FoldSettings, "fold:Fold", "#a3a51c"),
-    "act": Record(own.ACTSettings, "act:ACT", "#8c6239", recipe="act"),
-    "confidence": Record(own.ConfidenceSettings, "exits:Confidence", "#c86fb0", recipe="confidence"),
-    "similarity": Record(own.SimilaritySettings, "exits:SimilarityExit", "#2aa6c9", recipe="similarity"),
-    "pondernet": Record(own.PonderNetSettings, "pondernet:PonderNet", "#5b5f97", recipe="pondernet"),
-    "replay": Record(own.ReplaySettings, "replay:Replay"),
-}
 _registered: dict[str, Record] = {}
 
 
@@ -68,7 +41,9 @@ def get(name: str) -> Record:
     return _registered[name]
 
 
-def register(name: str, settings: type = own.NoSettings, *, colour: str = "", recipe: str = "") -> Callable[[P], P]:
+def register(
+    name: str, settings: type = NoSettings, *, title: str = "", colour: str = "", recipe: str = ""
+) -> Callable[[P], P]:
     """Decorator: make a Policy subclass available under `name`, with its frozen dataclass of settings."""
     if name in BUILT_IN:
         raise UserError(f"The policy {name!r} is built in; choose another name.")
@@ -80,7 +55,7 @@ def register(name: str, settings: type = own.NoSettings, *, colour: str = "", re
 
         if not issubclass(cls, Policy):
             raise UserError(f"policy {name!r}: expected a subclass of adaptivit.Policy, got {cls.__name__}.")
-        _registered[name] = Record(settings, cls, colour, recipe)
+        _registered[name] = Record(settings, cls, title or name, colour, recipe)
         return cls
 
     return add

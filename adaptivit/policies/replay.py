@@ -9,7 +9,7 @@ from ..cost import Shape
 from ..decision import Decision, Keep, Merge, Skip, Trace, When, detached
 from ..errors import UserError
 from .base import Policy
-from .settings import ReplaySettings
+from .records import ReplaySettings
 
 if TYPE_CHECKING:
     from .context import BlockContext

@@ -1,6 +1,6 @@
-"""A policy and its settings as text: `name` or `name:key=value,key=value`, e.g. aht:threshold=0.9,stages=3+6.
+"""A policy and its settings as text: `name` or `name:key=value,key=value`, e.g. aht:threshold=0.9,planner_blocks=3+6.
 
-The settings themselves are in settings.py. Nothing here imports torch, so that --help is instant.
+The settings themselves are in records.py. Nothing here imports torch, so that --help is instant.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import UserError, unknown
 from ..utils.coerce import convert
 from .registry import get
+from .renamed import error_of
 
 
 def make(policy: str, values: Mapping[str, Any]) -> Any:
@@ -26,13 +27,13 @@ def make(policy: str, values: Mapping[str, Any]) -> Any:
     clean = {}
     for name, value in values.items():
         if name not in fields:
-            raise unknown(f"setting of policy {policy!r}:", name, fields)
+            raise error_of(policy, name, fields) or unknown(f"setting of policy {policy!r}:", name, fields)
         clean[name] = convert(name, value, hints[name])
     return cls(**clean)
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """`aht:threshold=0.9,stages=3+6` -> ("aht", {"threshold": 0.9, "stages": (3, 6)}), checked."""
+    """`aht:threshold=0.9,index=2` -> ("aht", {"threshold": 0.9, "index": 2}), checked."""
     name, _, rest = spec.partition(":")
     values: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):

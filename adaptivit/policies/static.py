@@ -15,7 +15,7 @@ from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
 from .base import Policy
-from .settings import StaticSettings
+from .records import StaticSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext

@@ -24,7 +24,7 @@ from ..errors import UserError
 from ..kernels.bipartite_match import pairs
 from .base import Policy
 from .common import join
-from .settings import ToMeSettings
+from .records import ToMeSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext

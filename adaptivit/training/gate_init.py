@@ -20,7 +20,7 @@ def calibrate(
 ) -> str | None:
     """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
     this kind; returns a line that says what was done."""
-    weights, aims = config.weights, config.budget or getattr(model.policy.settings, "start", "") == "budget"
+    weights, aims = config.weights, config.budget or getattr(model.policy.settings, "start_at", "") == "budget"
     share = config.budget_share if aims else None
     trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name
     if "beta" in values or trained:

@@ -38,7 +38,7 @@ from tests.support.policies import CASES
 
 pytestmark = pytest.mark.xdist_group("calibrate")  # curves that are measured once
 
-SHIFTS = ("aht", "aht, the plan acts", "avit", "avit, networks", "act", "confidence", "similarity", "pondernet")
+SHIFTS = ("aht", "aht_merge, few blocks", "avit", "avit, networks", "act", "confidence", "similarity", "pondernet")
 COUNTS = ("mod", "amod", "dynamicvit", "evit", "tome", "fold", "static")
 CURVES: dict[str, Calibration] = {}
 
@@ -124,7 +124,7 @@ def test_it_knows_how_well_a_budget_is_met(case: str) -> None:
         wanted = 0.67 * curve.static
         error = curve.error(wanted)
         missed.append((met(model, images[192:]) / 0.67 - 1) / error)
-        assert (curve.doubt("-33%") is None) == (error <= 0.02)
+        assert (curve.accuracy_warning("-33%") is None) == (error <= 0.02)
     assert sum(abs(m) <= 1 for m in missed) >= 6  # of 8; 19 of 20 in the long run, of new images without end
     assert max(map(abs, missed)) < 2.5
     at = curve.points[len(curve.points) // 2]
@@ -177,8 +177,8 @@ def test_real_weights() -> None:
     """DeiT-T at 64 px, to be quick: calibrated on some photographs, checked on others, all cut and resized alike."""
     weights = shared("weights/deit_tiny_patch16_224.safetensors")
     seen, unseen = shared("data/imagenet/adapt"), shared("data/imagenet/eval")
-    policy = {"feature": "class_row"}
-    model = adaptivit.create("deit_tiny_patch16_224", "aht", weights=weights, img_size=64, **policy)
+    policy = {"feature": "class_row", "removal": "drop", "gate": "shared", "gamma": 1.0, "center_per_image": 0.0}
+    model = adaptivit.create("deit_tiny_patch16_224", "aht_merge", weights=weights, img_size=64, **policy)
     steps = v2.Compose([v2.CenterCrop(224), model.preprocessing.evaluation()])
 
     def some(where: Path) -> Tensor:
@@ -382,7 +382,7 @@ def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (slow, fast) == (50.0, pytest.approx(51.0 - len(latency.points)))
     model.budget = f"{(slow + fast) / 2:.9f} ms"
     position = model._position(torch.device("cpu"))
-    dear, cheap = model.calibration.points[0].knob, model.calibration.points[-1].knob
+    dear, cheap = model.calibration.points[0].position, model.calibration.points[-1].position
     assert dear <= position <= cheap
     model(pictures())
     model.save_pretrained(tmp_path / "m")

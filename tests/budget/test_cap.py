@@ -74,12 +74,11 @@ def test_the_law(case: str, kind: str, seed: int, shares: list[float], shift: fl
         assert torch.equal(alone.trace.attended[:, 0], outputs[0].trace.attended[:, i])
 
 
-@pytest.mark.parametrize("decide", ["between", "after"])
-@pytest.mark.parametrize("supervised", [None, (1, 3)])
-def test_who_stays_below_the_limit_by_itself_is_not_touched(decide: str, supervised: tuple[int, ...] | None) -> None:
-    """At the very cost that it has, planners that act included."""
-    given = {"feature": "worth", "decide": decide, "gamma": 20.0, "threshold": 1.5, "plan_weight": 3.0}
-    model = tiny("aht", supervised=supervised, **given)
+@pytest.mark.parametrize("point", ["before_mlp", "after"])
+@pytest.mark.parametrize("blocks", [None, (1, 3)])
+def test_an_image_below_the_limit_is_not_touched(point: str, blocks: tuple[int, ...] | None) -> None:
+    """At the very cost that it has."""
+    model = tiny("aht_merge", halting_blocks=blocks, halt_point=point, gate="shared", gamma=20.0, threshold=1.5)
     images, shifts = hostile(0), torch.zeros(5)
     free = run(model, Masked, images, shifts, None)
     assert not free.trace.attended.all()

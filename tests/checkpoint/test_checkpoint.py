@@ -25,11 +25,12 @@ from tests.support.models import TINY, pictures, randomise, shared, tiny
 
 POLICIES: dict[str, dict[str, Any]] = {
     "static": {"depth": 4},
-    "aht": {"stages": (2, 4), "threshold": 0.6, "beta": -1.0, "plan_weight": 0.1},
+    "aht": {"planner_blocks": (2, 4), "threshold": 0.6, "beta": -1.0},
+    "aht_merge": {"gamma": 2.0, "beta": 0.5, "train_budget_range": (0.4, 0.9)},
     "avit": {"gate_center": 1.0, "gate": "network"},
     "mod": {"capacity": 0.4, "router": "mlp"},
     "amod": {"capacity": 0.4},
-    "dynamicvit": {"keep": 0.6, "stages": (1, 3)},
+    "dynamicvit": {"keep": 0.6, "blocks": (1, 3)},
     "evit": {"keep": 0.6},
     "tome": {"r": [3, 2, 1]},
     "fold": {"budget": 0.7},
@@ -176,14 +177,19 @@ def test_notes_cannot_overrule_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "stored", "asked", "said"),
     [
-        ("aht", {"stages": (2,)}, {"stages": (3,)}, r"aht with stages=\(2,\), but stages=\(3,\) was asked for"),
+        (
+            "aht",
+            {"planner_blocks": (2,)},
+            {"planner_blocks": (3,)},
+            r"aht with planner_blocks=\(2,\), but planner_blocks=\(3,\)",
+        ),
         ("aht", {"beta": -1.0}, {"beta": 2.0}, r"beta=-1\.0, but beta=2\.0 was asked for"),
         ("aht", {"planner_width": 0.5}, {"planner_width": 1.0}, r"planner_width=0\.5, but planner_width=1\.0"),
         ("mod", {}, {"router": "mlp"}, "router=linear, but router=mlp"),
         ("mod", {}, {"blocks": (2,)}, r"blocks=None, but blocks=\(2,\)"),
         ("avit", {}, {"gate": "network"}, "gate=neuron, but gate=network"),
         ("act", {}, {"bias": 1.0}, r"bias=-3\.0, but bias=1\.0"),
-        ("dynamicvit", {}, {"stages": (2,)}, "stages=None, but stages="),
+        ("dynamicvit", {}, {"blocks": (2,)}, "blocks=None, but blocks="),
     ],
 )
 def test_settings_that_the_weights_contradict(policy: str, stored: Any, asked: Any, said: str, tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_settings_that_act_beside_the_weights_may_be_asked_for(policy: str, aske
 # -- formats before -------------------------------------------------------------------------------------------------
 def format_1(place: Path) -> AdaptiveViT:
     """A directory as adaptivit 0.1.0 wrote it before there was a digest, out of plain JSON and tensors."""
-    model = tiny("aht", threshold=0.6, stages=(2,))
+    model = tiny("aht", threshold=0.6, planner_blocks=(2,))
     backbone = {"distilled": False, "norm_eps": 1e-6, "patch_size": [8, 8], "in_chans": 3, "embed_dim": 24, "depth": 6}
     backbone |= {"num_heads": 3, "mlp_ratio": 4.0, "qkv_bias": True, "global_pool": "token", "class_token": True}
     config = {
@@ -229,7 +235,7 @@ def format_1(place: Path) -> AdaptiveViT:
     return model  # type: ignore[no-any-return]
 
 
-def test_format_1_loads_and_becomes_format_2(tmp_path: Path) -> None:
+def test_format_1_loads_and_becomes_format_3(tmp_path: Path) -> None:
     model = format_1(tmp_path / "old")
     again = adaptivit.load(tmp_path / "old")
     assert torch.equal(logits(model), logits(again))
@@ -238,7 +244,7 @@ def test_format_1_loads_and_becomes_format_2(tmp_path: Path) -> None:
     assert torch.equal(logits(adaptivit.create(TINY, "aht", weights=tmp_path / "old")), logits(model))
     again.save_pretrained(tmp_path / "new")
     config = json.loads((tmp_path / "new/config.json").read_text())
-    assert config["format"] == checkpoint.FORMAT == 2
+    assert config["format"] == checkpoint.FORMAT == 3
     assert config["results"] == again.notes["results"]
     assert torch.equal(logits(adaptivit.load(tmp_path / "new")), logits(model))
 
@@ -250,8 +256,8 @@ def test_what_this_version_does_not_know_is_explained(saved: Path) -> None:
     rewrite(saved, policy="mine")
     with pytest.raises(WeightsError, match=r"policy 'mine', which is unknown here .*register_policy\('mine'\)"):
         adaptivit.load(saved)
-    rewrite(saved, format=3)
-    with pytest.raises(WeightsError, match=r"newer adaptivit \(format 3\); upgrade"):
+    rewrite(saved, format=4)
+    with pytest.raises(WeightsError, match=r"newer adaptivit \(format 4\); upgrade"):
         adaptivit.load(saved)
 
 

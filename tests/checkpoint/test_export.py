@@ -21,15 +21,13 @@ from adaptivit.forward import forward
 from adaptivit.layouts.padded import Padded
 from tests.support.commands import refused, run
 from tests.support.models import SIDES, assert_close, assert_same_run, pictures, shared, tiny
+from tests.support.policies import PAPERS
 from tests.support.traces import random_trace
 
 HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "aht": ("aht", {"beta": -1.0}),
-    "plan": ("aht", {"beta": -1.0, "plan_weight": 0.2}),
     "received": ("aht", {"beta": -0.5, "feature": "received"}),
-    "aht_fold": ("aht", {"beta": -1.0, "leave": "fold"}),
-    "mean_field": ("aht", {"beta": -1.0, "class_token": "mean_field"}),
-    "zeroed": ("aht", {"beta": -1.0, "halted": "zeroed"}),
+    "aht_merge": ("aht_merge", PAPERS | {"beta": -1.0}),
     "avit": ("avit", {"gate_center": 1.0}),
     "act": ("act", {"bias": 0.0}),
     "confidence": ("confidence", {"threshold": 0.2}),
@@ -112,7 +110,7 @@ def test_kinds_that_a_policy_does_not_have() -> None:
 # -- files ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("policy", "given", "kind"),
-    [("aht", {"beta": -1.0, "stages": (1,)}, "ragged"), ("tome", {"r": 3}, "topk")],
+    [("aht", {"beta": -1.0, "planner_blocks": (1,)}, "ragged"), ("tome", {"r": 3}, "topk")],
 )
 def test_onnx_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra export")
@@ -143,7 +141,7 @@ def test_onnx_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_p
     [
         ("avit", {"gate_center": 1.0}, "ragged"),
         ("mod", {}, "topk"),
-        ("aht", {"beta": -1.0, "gamma": 2.0, "feature": "worth", "leave": "fold", "decide": "between"}, "ragged"),
+        ("aht_merge", {"beta": 0.5, "gamma": 2.0}, "ragged"),
     ],
 )
 def test_pt2_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_path: Path) -> None:

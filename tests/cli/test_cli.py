@@ -140,7 +140,7 @@ def test_an_unknown_name_suggests_the_nearest(tmp_path: Path, capsys: Any) -> No
     assert "Did you mean 'aht-balanced'?" in refused(capsys, *start, "--recipe=aht-balance")
     assert "Did you mean 'avit'?" in refused(capsys, *start, "--policy", "avitt")
     assert "Did you mean 'threshold'?" in refused(capsys, *start, "--policy", "aht:treshold=0.9")
-    assert "Did you mean 'gelu'?" in refused(capsys, *start, "--policy", "aht:feature=gelo")
+    assert "Did you mean 'fc1'?" in refused(capsys, *start, "--policy", "aht_merge:feature=fc2")
     assert "test_vit" in refused(capsys, *start, "--backbone", "test_vitt")
     assert not (tmp_path / "out").exists()
 
@@ -165,15 +165,16 @@ POLICIES = {
     "aht:threshold=nan": "threshold: expected a finite number, got nan",
     "aht:threshold=high": "threshold: expected a number, got 'high'",
     "aht:eps=2": "eps: expected 0 <= eps < threshold",
-    "aht:tau=0": "tau: expected a number > 0",
+    "aht:surrogate_width=0": "surrogate_width: expected a number > 0",
     "aht:index=-1": "index: expected an index >= 0",
     "aht:index=1.5": "index: expected a whole number",
     "aht:index=100000": "index",
-    "aht:stages=0+3": "stages: expected block numbers",
-    "aht:stages=3+3": "stages: expected different",
-    "aht:stages=7": "stages",
-    "aht:learn_gate=maybe": "learn_gate: expected true or false",
-    "aht:plan_weight=-1": "plan_weight: expected a number >= 0",
+    "aht:planner_blocks=0+3": "planner_blocks: expected block numbers",
+    "aht:planner_blocks=3+3": "planner_blocks: expected different",
+    "aht:straight_through=maybe": "straight_through: expected true or false",
+    "aht:stages=3": "aht: the setting stages is called planner_blocks now",
+    "aht:feature=worth": "aht: feature is a setting of the policy aht_merge now, called feature",
+    "aht:plan_weight=1": "aht: the setting plan_weight is gone",
     "aht:threshold": "expected name:key=value",
     "avit:eps=1": "eps: expected 0 <= eps < 1",
     "replay": "replay",

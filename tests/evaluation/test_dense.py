@@ -13,20 +13,20 @@ import adaptivit
 from adaptivit.decision import Drop, Merge
 from adaptivit.errors import UserError
 from tests.support.models import ALL_LAYOUTS, BACKBONES, LAYOUTS, TINY, assert_close, pictures, shared, tiny
+from tests.support.policies import PAPERS
 from tests.support.traces import random_trace
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "depth": ("static", {"depth": 3}),
     "aht": ("aht", {"beta": -1.0}),
-    "aht_zeroed": ("aht", {"beta": -1.0, "halted": "zeroed"}),
-    "aht_fold": ("aht", {"beta": -1.0, "leave": "fold"}),
+    "aht_merge": ("aht_merge", PAPERS | {"beta": -1.0}),
     "avit": ("avit", {"gate_center": 1.0}),
-    "avit_fold": ("avit", {"gate_center": 1.0, "leave": "fold"}),
+    "avit_fold": ("avit", {"gate_center": 1.0, "removal": "merge"}),
     "mod": ("mod", {"capacity": 0.5}),
     "amod": ("amod", {"capacity": 0.5}),
     "dynamicvit": ("dynamicvit", {"keep": 0.6}),
-    "dynamicvit_fold": ("dynamicvit", {"keep": 0.6, "leave": "fold"}),
+    "dynamicvit_fold": ("dynamicvit", {"keep": 0.6, "removal": "merge"}),
     "evit": ("evit", {"keep": 0.6}),
     "tome": ("tome", {"r": 2}),
     "fold": ("fold", {"budget": 0.7}),

@@ -16,9 +16,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "static": [{}],
     "aht": [
         {"beta": -2.0},
-        {"feature": "class_row", "decide": "between", "spare": 2, "plan_weight": 0.5, "beta": -1.0},
-        {"feature": "worth", "leave": "fold", "decide": "between", "gate": "layer", "supervised": (1, 2), "beta": -1.0},
     ],
+    "aht_merge": [{"gamma": 2.0}, {"feature": "class_row", "removal": "drop", "halting_blocks": (1, 2), "beta": -1.0}],
     "avit": [{"gate_scale": 1.0, "gate_center": 2.0}],
     "mod": [{}],
     "amod": [{}],

@@ -13,8 +13,8 @@ from tests.support.models import pictures, tiny
 # policy -> blocks (of 6) in which the attention matrix itself may be computed, and for which of its queries
 LOOKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "amod": ({}, [0, 2, 4]),
-    "evit": ({"stages": (1, 4)}, [1, 4]),
-    "fold": ({"stages": (2,), "keep": 0.5}, [2]),
+    "evit": ({"blocks": (1, 4)}, [1, 4]),
+    "fold": ({"blocks": (2,), "keep": 0.5}, [2]),
     "tome": ({"r": 2}, []),
     "mod": ({}, []),
     "dynamicvit": ({}, []),

@@ -103,7 +103,7 @@ def test_equal_policies_on_other_backbones(kind: str, case: str) -> None:
 @here
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_backbones(kind: str) -> None:
-    model = make("aht, mean field", BACKBONES[kind])
+    model = make("avit", BACKBONES[kind])
     if kind == "odd hidden width":  # 51 numbers are no whole lot of 16 bytes: run or refused, but right
         launch.on_cpu = True
         with torch.inference_mode():
@@ -172,7 +172,7 @@ def _emptied(trace: Trace) -> bool:
 
 
 @here
-@pytest.mark.parametrize("case", ["aht", "aht, mean field", "aht, folds"])
+@pytest.mark.parametrize("case", ["aht", "avit", "aht_merge, by fc1"])
 def test_when_rows_move_changes_nothing(case: str) -> None:
     model = make(case)
     expected = run(model, images_of(), "masked", False)
@@ -181,7 +181,7 @@ def test_when_rows_move_changes_nothing(case: str) -> None:
 
 
 @here
-@pytest.mark.parametrize("case", ["static", "aht", "aht, folds", "fold", "amod", "dynamicvit"])
+@pytest.mark.parametrize("case", ["static", "aht", "aht_merge, by fc1", "fold", "amod", "dynamicvit"])
 def test_an_answer_is_the_callers_own(case: str) -> None:
     """Masks of everybody, and zeros, are constants that are kept: whoever writes to an answer does not write to those,
     nor does a pass."""
@@ -221,7 +221,7 @@ def test_raw_scores_of_avit() -> None:
 @here
 @pytest.mark.parametrize("feature", ["received", "class_row"])
 def test_what_a_supervisor_reads(feature: str) -> None:
-    model = adaptivit.create(CONFIG, "aht", feature=feature, index=3, **HALTING)
+    model = adaptivit.create(CONFIG, "aht_merge", feature=feature, removal="drop", gamma=2.0)
     randomise(model.vit)
     output = check(model.to(DEVICE), images_of())
     assert not output.trace.attended.all()
@@ -340,7 +340,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 REPLAYED = random_trace(["none", "drop", "none", "skip", "none", "none", "none", "merge", "none"], 9, 2)
-TRACED = [(case, None) for case in ("aht", "tome", "fold", "amod", "dynamicvit", "evit", "replay", "aht, worth")]
+TRACED = [(case, None) for case in ("aht", "tome", "fold", "amod", "dynamicvit", "evit", "replay", "aht_merge")]
 
 
 @here

@@ -18,6 +18,7 @@ from adaptivit.layouts import packed
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
 from tests.support.models import TINY, assert_close, assert_same_run, pictures, randomise, tiny
+from tests.support.policies import PAPERS
 from tests.support.traces import random_trace
 
 HALTING = {"gamma": 2.0, "beta": -1.5}
@@ -37,10 +38,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "aht": ("aht", HALTING),
-    "aht, mean field": ("aht", HALTING | {"class_token": "mean_field"}),
-    "aht, zeroed": ("aht", HALTING | {"class_token": "mean_field", "halted": "zeroed"}),
-    "aht, folds": ("aht", HALTING | {"leave": "fold"}),
-    "aht, the plan acts": ("aht", HALTING | {"plan_weight": 0.7}),
+    "aht_merge": ("aht_merge", PAPERS | HALTING),
     "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
     "tome": ("tome", {"r": 3}),
     "fold": ("fold", {"keep": 0.8}),
@@ -137,7 +135,7 @@ def test_policies(
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
-@pytest.mark.parametrize("case", ["static", "aht, mean field", "tome", "amod"])
+@pytest.mark.parametrize("case", ["static", "avit", "tome", "amod"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_backbones(
     case: str, kind: str, inside: bool, ran: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
@@ -205,7 +203,7 @@ def test_nothing_else_is_modified(case: str, kind: str) -> None:
 # -- when it does not run -------------------------------------------------------------------------------------------
 def test_gradients_keep_timms_modules(ran: Callable[[], set[str]]) -> None:
     """And the answer is the same with, without and beyond them."""
-    for case in ("aht, mean field", "tome", "amod"):
+    for case in ("avit", "tome", "amod"):
         model = make(case, "layer scale")
         images = images_of(model)
         for layout in compact(model):
@@ -310,7 +308,7 @@ def test_policies_in_either_order(
     check(model, images_of(model, 7), ran, (*ASK.get(case, ()), "tokens"))
 
 
-@pytest.mark.parametrize("case", ["aht, mean field", "tome", "amod"])
+@pytest.mark.parametrize("case", ["avit", "tome", "amod"])
 def test_many_images_are_their_parts(case: str) -> None:
     model = make(case)
     images = images_of(model, packed.FEW + 8)

@@ -21,7 +21,7 @@ ASKED = {"tokens", "patches"}
 QUIET: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "aht": ("aht", {"gamma": 2.0, "beta": -3.5}),
-    "aht, folds": ("aht", {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 2.0}),
+    "aht_merge": ("aht_merge", {"gamma": 2.0, "beta": -1.0}),
     "evit": ("evit", {}),
     "dynamicvit": ("dynamicvit", {}),
     "tome": ("tome", {"r": 2}),
@@ -32,8 +32,6 @@ LOUD: dict[str, tuple[str, dict[str, Any]]] = {
     "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
     "act": ("act", {"bias": -0.5}),
     "confidence": ("confidence", {"threshold": 0.9}),
-    "aht, a planner at the end": ("aht", {"stages": (6,), "plan_weight": 0.5}),
-    "aht, the class token halts": ("aht", {"class_token": "mean_field"}),
     "static, cut": ("static", {"depth": 3}),
     "mod": ("mod", {}),
 }

@@ -49,20 +49,20 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
 ) -> None:
     out = tmp_path / "out"
     words = ("compare", "--data", small, "--out", out, *TINY, "--epochs", 1, "--timing-batch", 4)
-    methods = ("--methods", "avit", "aht:balanced", "aht:stages=99")
+    methods = ("--methods", "avit", "aht:balanced", "aht:planner_blocks=99")
     assert run(*words, *methods, "--timing-repeats", 2) == 0
     said = capsys.readouterr().out
     assert "aht:balanced" in said
     assert "wrote" in said
     rows = rows_of(out)
-    assert list(rows) == [("static", 0), ("avit", 0), ("aht:balanced", 0), ("aht:stages=99", 0)]
+    assert list(rows) == [("static", 0), ("avit", 0), ("aht:balanced", 0), ("aht:planner_blocks=99", 0)]
     assert all(tuple(row) == COLUMNS for row in rows.values())
-    failed = rows["aht:stages=99", 0]
+    failed = rows["aht:planner_blocks=99", 0]
     assert (failed["status"], failed["top1"]) == ("failed", "")
-    assert "stages" in failed["reason"]
+    assert "planner_blocks" in failed["reason"]
     static = load(out / "runs" / slug("static", 0) / "model")
     for (method, seed), row in rows.items():
-        if method == "aht:stages=99":
+        if method == "aht:planner_blocks=99":
             continue
         assert row["status"] == "ok"
         model = load(out / "runs" / slug(method, seed) / "model")
@@ -93,7 +93,11 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
 
     # again: finished rows stay, the failed one is tried again, another method is added
     def fit(config: TrainConfig, show: bool = True, stop: Any = None) -> Result:
-        raise RuntimeError("out of memory\nand more") if "stages" not in config.policy else UserError("no such stage")
+        raise (
+            RuntimeError("out of memory\nand more")
+            if "planner_blocks" not in config.policy
+            else UserError("no such stage")
+        )
 
     monkeypatch.setattr(compare, "fit", fit)
     before = {key: row for key, row in rows.items() if row["status"] == "ok"}
@@ -101,7 +105,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
     assert capsys.readouterr().err.count("not run again") == 3
     rows = rows_of(out)
     assert {key: row for key, row in rows.items() if row["status"] == "ok"} == before
-    assert rows["aht:stages=99", 0]["reason"] == "no such stage"
+    assert rows["aht:planner_blocks=99", 0]["reason"] == "no such stage"
     assert rows["aht", 0]["reason"] == "RuntimeError: out of memory"
     assert "more" in (out / "errors" / f"{slug('aht', 0)}.txt").read_text()
     # another recipe does not mix with these rows

@@ -34,7 +34,7 @@ TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device
         ("aht:balanced", "aht", {"ponder": 5e-2, "target_depth": 0.5}),
         ("aht:aht-balanced", "aht", {"ponder": 5e-2, "target_depth": 0.5}),
         ("aht:budget,straight_through=false", "aht:straight_through=false", {"budget": 10.0, "target_depth": 0.1}),
-        ("aht:balanced,stages=3+6,ponder=0.2", "aht:stages=3+6", {"ponder": 0.2, "target_depth": 0.5}),
+        ("aht:balanced,planner_blocks=3+6,ponder=0.2", "aht:planner_blocks=3+6", {"ponder": 0.2, "target_depth": 0.5}),
         ("aht:high-accuracy, mass = hazard", "aht", {"ponder": 1e-3, "target_depth": 1.0, "mass": "hazard"}),
         ("avit:paper", "avit:gate_scale=5,gate_center=10", {"ponder": 5e-4, "prior": 0.1}),
         ("avit:tiny", "avit:gate_scale=10,gate_center=30", {"ponder": 5e-4, "prior": 1e-3, "prior_form": "reference"}),
@@ -140,7 +140,7 @@ def test_a_list_is_written_as_it_is_read() -> None:
     config = parse_method("tome:r=2+2+1", SHARED)
     assert parse_method(full_spec(config), SHARED) == config
     with pytest.raises(UserError, match="lists 3\\+6"):
-        parse_method("evit:stages=3,6", SHARED)
+        parse_method("evit:blocks=3,6", SHARED)
 
 
 def test_a_flag_given_twice_is_refused(tmp_path: Path, capsys: Any) -> None:

@@ -63,7 +63,7 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
     assert set(rows) == {(r.name, seed) for r in tiny.runs for seed in (0, 3)}
     assert {name for (name, _), row in rows.items() if row["status"] == "failed"} == {"broken", "goes on from broken"}
     assert len({row["top1"] for row in rows.values()}) > 2  # there is something to tell apart
-    assert "stages" in rows["broken", 0]["reason"]
+    assert "planner_blocks" in rows["broken", 0]["reason"]
     assert rows["goes on from broken", 0]["reason"] == "broken, which it starts from, failed"
     assert rows["broken", 0]["top1"] == ""
     config = ReproduceConfig(table="tiny", data=str(small), weights="none", seeds=(0, 3), work=str(tmp_path / "work"))

@@ -76,7 +76,7 @@ def test_every_recipe_of_a_paper_is_in_a_table() -> None:
     used = {run.recipe for table in TABLES.values() for run in table.runs}
     elsewhere = {
         "aht-budget",
-        "aht-fold",
+        "aht-merge",
         "avit-tiny",
         "avit-small",
         "evit",
@@ -108,7 +108,7 @@ def test_aht_stands_in_one_place() -> None:
         run for t in tables.OURS for run in t.runs if run.method.startswith("aht") and t.name != "cifar100-ingredients"
     ]
     assert len(own) > 40
-    assert all(run.method.startswith((equal_cost.AHT + ",", equal_cost.AHT_SAMPLED)) for run in own)
+    assert all(run.method.startswith((equal_cost.AHT + ":", equal_cost.AHT_SAMPLED)) for run in own)
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------

@@ -68,18 +68,25 @@ def test_other_limits() -> None:
 
 def test_a_point_becomes_a_configuration() -> None:
     base = replace(BASE, policy="aht:beta=-3,threshold=0.9")
-    axes = parse(("epochs=1..3:int", "policy.stages=3|3+6+9", "policy.learn_gate=true|false", "kl=target_actual"), base)
-    made = apply(base, {"epochs": 2, "policy.stages": "3+6", "policy.learn_gate": "false", "kl": "target_actual"})
+    axes = parse(
+        ("epochs=1..3:int", "policy.planner_blocks=3|3+6+9", "policy.straight_through=true|false", "kl=target_actual"),
+        base,
+    )
+    made = apply(
+        base, {"epochs": 2, "policy.planner_blocks": "3+6", "policy.straight_through": "false", "kl": "target_actual"}
+    )
     assert (made.epochs, made.kl) == (2, "target_actual")
-    assert made.policy == "aht:beta=-3.0,threshold=0.9,stages=3+6,learn_gate=false"  # what was said stays said
+    assert (
+        made.policy == "aht:beta=-3.0,threshold=0.9,planner_blocks=3+6,straight_through=false"
+    )  # what was said stays said
     assert total(axes, "grid", None, 20) == 12
     assert apply(BASE, {"policy": "avit", "policy.gate_center": 3.5}).policy == "avit:gate_center=3.5"
     assert apply(BASE, {"weights": "none", "lr": "1e-3"}).lr == 1e-3
 
 
 def test_a_word_with_dots_is_no_range() -> None:
-    (axis,) = parse(("policy.plan_range=1..L",), BASE)
-    assert axis.choices == ("1..L",)
+    (axis,) = parse(("weights=a..b",), BASE)
+    assert axis.choices == ("a..b",)
     (axis,) = parse(("policy.r=1..5:int",), replace(BASE, policy="tome"))  # a setting that may be a number or a list
     assert axis.values == (1, 2, 3, 4, 5)
 

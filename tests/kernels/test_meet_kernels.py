@@ -215,7 +215,7 @@ def test_the_operation_says_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> 
 
 @here
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["fold", "aht, worth"])
+@pytest.mark.parametrize("case", ["fold", "aht_merge"])
 def test_folding_looks_once_a_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     calls, both = [], device.looks

@@ -90,9 +90,9 @@ def test_aht_halting_rule(given: dict[str, float]) -> None:
 @torch.no_grad()
 def test_aht_planner() -> None:
     """Sec. 3.2: N_target = 1 + (L-1) sigmoid(W2 relu(W1 [LN(x_k), mean LN(x)])), over live tokens of stage s."""
-    model, out = aht(stages=(2, 4, 5))
+    model, out = aht(planner_blocks=(2, 4, 5))
     for stage, plan, planned in zip((2, 4, 5), out.trace.fact("plan"), out.trace.fact("planned"), strict=True):
-        cut = tiny("aht", beta=-0.7, gamma=1.3, stages=(2, 4, 5))
+        cut = tiny("aht", beta=-0.7, gamma=1.3, planner_blocks=(2, 4, 5))
         cut.vit.blocks = cut.vit.blocks[:stage]  # what the tokens are after s blocks
         state = cut(pictures(), layout="masked", aux=("tokens",)).tokens
         planner = model.policy.planners[str(stage)]

@@ -60,7 +60,7 @@ def test_tome_is_the_public_code(layout: str) -> None:
 def test_evit_is_the_public_code(layout: str, fuse: bool) -> None:
     data = golden("evit")
     case = data["cases"][f"fuse_{fuse}"]
-    out = model_of(data, "evit", keep=0.7, stages=(3, 6, 9), fuse=fuse)(data["input"], layout=layout)
+    out = model_of(data, "evit", keep=0.7, blocks=(3, 6, 9), fuse=fuse)(data["input"], layout=layout)
     assert_close(out.logits, case["logits"], 1e-5)
     assert out.trace.live_mlp.sub(1).T.tolist() == [case["left_tokens"]] * len(data["input"])
     # who is kept at the first stage: `idxs` are patches, class token left out, before anything has moved

@@ -155,13 +155,13 @@ def folding(
     ("kind", "given", "left"),
     [
         ("class", {}, [16, 14, 12, 11, 9, 8]),
-        ("class", {"keep": 0.5, "stages": (2, 4), "evidence": "column"}, [16, 16, 8, 8, 4, 4]),
-        ("class", {"keep": 0.6, "blocks": 4, "power": 0.0, "value": 0.0}, [16, 16, 16, 16, 10, 6]),
-        ("deit3", {"keep": 0.7, "blocks": 0, "value": 2.0, "power": 1.0}, [11, 8, 5, 4, 3, 2]),
+        ("class", {"keep": 0.5, "blocks": (2, 4), "evidence": "column"}, [16, 16, 8, 8, 4, 4]),
+        ("class", {"keep": 0.6, "first_block": 4, "power": 0.0, "value": 0.0}, [16, 16, 16, 16, 10, 6]),
+        ("deit3", {"keep": 0.7, "first_block": 0, "value": 2.0, "power": 1.0}, [11, 8, 5, 4, 3, 2]),
         ("average", {"keep": 0.75}, [16, 12, 9, 7, 5, 4]),
         ("distilled", {"keep": 0.75, "evidence": "class"}, [16, 12, 9, 7, 5, 4]),
         ("class", {"keep": 0.01}, [16, 1, 1, 1, 1, 1]),
-        ("class", {"keep": 1.0, "blocks": 0}, [16] * 6),
+        ("class", {"keep": 1.0, "first_block": 0}, [16] * 6),
     ],
 )
 @torch.no_grad()
@@ -188,11 +188,11 @@ def cost(left: list[int], stages: list[int], column: bool) -> float:
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.67, 0.9])
-@pytest.mark.parametrize("given", [{}, {"stages": (1, 4), "evidence": "column"}])
+@pytest.mark.parametrize("given", [{}, {"blocks": (1, 4), "evidence": "column"}])
 @torch.no_grad()
 def test_a_budget_is_met_from_below_by_as_little_as_can_be(budget: float, given: dict[str, Any]) -> None:
     out = wild("fold", budget=budget, **given)(pictures())
-    stages, column = list(given.get("stages", range(1, 6))), "evidence" in given
+    stages, column = list(given.get("blocks", range(1, 6))), "evidence" in given
     allowed, known = budget * cost([16] * 6, [], column), set()
     for step in range(1, 10_001):  # every sequence that one share for all stages can give
         left, exact = [], 16.0
@@ -206,7 +206,7 @@ def test_a_budget_is_met_from_below_by_as_little_as_can_be(budget: float, given:
 
 
 @pytest.mark.parametrize(
-    "given", [{"budget": 0.05}, {"budget": 0.9, "stages": (5,)}, {"budget": 1.0, "evidence": "column"}]
+    "given", [{"budget": 0.05}, {"budget": 0.9, "blocks": (5,)}, {"budget": 1.0, "evidence": "column"}]
 )
 def test_an_impossible_budget_is_refused(given: dict[str, Any]) -> None:
     """Too small, or too late; but a whole budget can still pay for the look, by folding a little."""

@@ -26,6 +26,7 @@ from adaptivit.training.losses import (
     TargetDepth,
 )
 from tests.support.models import LAYOUTS, SIDES, TINY, assert_close, assert_same_run, pictures, tiny
+from tests.support.policies import PAPERS
 from tests.support.traces import random_trace
 
 # (policy, settings): wild enough that depths differ between tokens of every backbone in SIDES
@@ -33,11 +34,10 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "aht": ("aht", {"beta": -0.5}),
     "aht straight_through": ("aht", {"beta": -0.5, "straight_through": True}),
-    "aht acting plan": ("aht", {"beta": -0.5, "plan_weight": 0.5, "plan_range": "s..L+1", "straight_through": True}),
-    "aht mean_field": ("aht", {"beta": -0.5, "class_token": "mean_field", "halted": "zeroed"}),
-    "aht residual": ("aht", {"feature": "residual", "index": 3, "beta": -1.0}),
-    "aht gelu": ("aht", {"feature": "gelu", "index": 5, "beta": -1.0, "eps": 0.0}),
-    "aht low threshold": ("aht", {"threshold": 0.5, "beta": -1.5, "gamma": 2.0, "stages": (2, 6)}),
+    "aht index": ("aht", {"index": 5, "beta": -1.0, "eps": 0.0}),
+    "aht low threshold": ("aht", {"threshold": 0.5, "beta": -1.5, "gamma": 2.0, "planner_blocks": (2, 5)}),
+    "aht_merge": ("aht_merge", {"feature": "received", "gamma": 2.0, "beta": -1.0}),
+    "aht_merge residual": ("aht_merge", PAPERS | {"feature": "residual", "index": 3, "beta": -1.0, "removal": "drop"}),
     "aht high threshold": ("aht", {"threshold": 2.5, "gamma": 2.0, "beta": 0.0}),
     "avit": ("avit", {"gate_scale": 3.0, "gate_center": 2.0}),
     "avit finish_with_class": ("avit", {"gate_scale": 3.0, "gate_center": 2.0, "finish_with_class": True}),
@@ -46,8 +46,7 @@ HALTING = [name for name in POLICIES if name != "static"]
 FIRST_LAYER = {  # everything that may halt does so in layer 1
     "avit": ("avit", {"gate_center": -200.0}),
     "aht": ("aht", {"gamma": 0.0, "beta": 50.0}),
-    "aht mean_field": ("aht", {"gamma": 0.0, "beta": 50.0, "class_token": "mean_field", "straight_through": True}),
-    "aht acting plan": ("aht", {"beta": 50.0, "plan_weight": 0.1, "class_token": "mean_field"}),
+    "aht straight_through": ("aht", {"gamma": 0.0, "beta": 50.0, "straight_through": True}),
 }
 TERMS: dict[str, Any] = {
     "cross_entropy": CrossEntropy(),
@@ -114,7 +113,7 @@ def test_an_image_alone_is_the_image_in_a_batch(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SIDES)
-@pytest.mark.parametrize("name", ["aht straight_through", "aht acting plan", "aht mean_field", "avit"])
+@pytest.mark.parametrize("name", ["aht straight_through", "avit"])
 def test_replay_of_a_training_pass(name: str, kind: str, tmp_path: Path) -> None:
     """What training decided, noise of stochastic depth included, runs the same on every layout, from a file too."""
     model = make(name, kind, drop_path_rate=0.4)
@@ -198,12 +197,12 @@ def test_everything_halting_in_layer_one_is_finite(name: str, kind: str, batch: 
         losses.total.backward()  # a NaN of one term does not vanish in their sum
         for parameter, p in model.named_parameters():
             assert p.grad is None or p.grad.isfinite().all(), f"gradient of {parameter} on {layout}"
-        if policy == "aht" and given.get("class_token") == "mean_field":
+        if policy == "aht":
             later = out.trace.fact("planned")[out.trace.fact("stages") > 1]
-            assert not later.any(), "no token is left at the later stages"
+            assert not later.any(), "no patch is left at the later stages"
 
 
-@pytest.mark.parametrize("name", ["aht", "aht acting plan", "avit", "avit finish_with_class"])
+@pytest.mark.parametrize("name", ["aht", "avit", "avit finish_with_class"])
 @torch.no_grad()
 def test_bfloat16_under_replay(name: str) -> None:
     """With the decisions given, layouts differ only by rounding: 8 bits of mantissa over 6 layers."""

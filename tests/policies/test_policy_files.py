@@ -77,16 +77,26 @@ def test_a_file_with_the_predictors_beside_the_backbone(tmp_path: Path) -> None:
 # -- settings -------------------------------------------------------------------------------------------------------
 BAD: dict[str, tuple[str, ...]] = {
     "static": ("depth=0", "depth=7", "width=0", "width=1.5", "share=0", "share=0.001", "by=height"),
-    "aht": ("planner_width=0", "planner_context=all", "feature=keys", "leave=merge", "index=24"),
-    "avit": ("gate=mlp", "leave=merge", "tau=0", "index=24"),
-    "mod": ("capacity=0", "capacity=1.1", "first=-1", "first=6", "blocks=6", "blocks=1+1", "router=deep", "gate=tanh"),
-    "amod": ("capacity=0", "first=0", "first=6", "blocks=0+2", "blocks=9", "multiply=perhaps"),
-    "dynamicvit": ("keep=0", "keep=1.5", "stages=6", "stages=2+2", "leave=merge"),
-    "evit": ("keep=0", "keep=2", "stages=-1", "stages=3+3", "warm_epochs=-1", "shrink_epochs=-1", "fuse=2"),
+    "aht": ("planner_width=0", "planner_context=all", "index=96", "planner_blocks=6", "planner_blocks=2+2"),
+    "aht_merge": ("feature=keys", "removal=fold", "center_per_image=2", "halting_blocks=5", "train_budget_range=0.5"),
+    "avit": ("gate=mlp", "removal=fold", "surrogate_width=0", "index=24"),
+    "mod": ("capacity=0", "capacity=1.1", "first_block=6", "blocks=6", "blocks=1+1", "router=deep", "gate=tanh"),
+    "amod": ("capacity=0", "first_block=0", "first_block=6", "blocks=0+2", "blocks=9", "multiply=perhaps"),
+    "dynamicvit": ("keep=0", "keep=1.5", "blocks=6", "blocks=2+2", "removal=fold"),
+    "evit": ("keep=0", "keep=2", "blocks=-1", "blocks=3+3", "warm_epochs=-1", "shrink_epochs=-1", "fuse=2"),
     "tome": ("r=-1", "r=2.5", "r=many", "r=1+1+1+1+1+1+1", "inflection=2", "prop_attn=2"),
-    "fold": ("keep=0", "keep=nan", "budget=0", "budget=1.1", "blocks=-1", "blocks=6", "stages=6", "stages=2+2"),
+    "fold": (
+        "keep=0",
+        "keep=nan",
+        "budget=0",
+        "budget=1.1",
+        "first_block=-1",
+        "first_block=6",
+        "blocks=6",
+        "blocks=2+2",
+    ),
     "fold ": ("power=-1", "value=-1", "evidence=row"),
-    "act": ("eps=1", "eps=-1", "tau=0", "bias=high"),
+    "act": ("eps=1", "eps=-1", "surrogate_width=0", "bias=high"),
     "confidence": ("threshold=0", "threshold=1.1", "patience=0"),
     "similarity": ("threshold=-1", "patience=0", "of=head"),
     "pondernet": ("prior=0", "prior=1", "index=-1", "index=24", "unit=batch", "sample=x"),
@@ -96,9 +106,8 @@ BAD: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(("policy", "item"), [(p.strip(), item) for p, items in BAD.items() for item in items])
 def test_a_bad_setting_is_named(policy: str, item: str) -> None:
     name, value = item.split("=")
-    more = {"feature": "residual"} if (policy, name) == ("aht", "index") else {}
     with pytest.raises(UserError, match=rf"\b{name}\b"):
-        adaptivit.create(TINY, policy, **{name: value} | more)
+        adaptivit.create(TINY, policy, **{name: value})
 
 
 def test_every_policy_has_bad_settings_to_name() -> None:
@@ -109,7 +118,7 @@ def test_every_policy_has_bad_settings_to_name() -> None:
     ("policy", "given", "said"),
     [
         ("static", {"depth": 2, "share": 0.5}, "depth and share"),
-        ("dynamicvit", {"leave": "fold", "stages": (0, 2)}, r"stages: .*1\.\.5"),
+        ("dynamicvit", {"removal": "merge", "blocks": (0, 2)}, r"blocks: .*1\.\.5"),
         ("tome", {"r": [1, 2], "inflection": 0.5}, "inflection"),
         ("tome", {"r": []}, "r: "),
         ("tome", {"r": (2, 3.0)}, "inflection"),
@@ -125,7 +134,7 @@ def test_settings_that_do_not_go_together(policy: str, given: dict[str, Any], sa
     ("policy", "given"),
     [
         ("evit", {}),
-        ("aht", {"feature": "class_row"}),
+        ("aht_merge", {"feature": "class_row"}),
         ("aht", {"planner_context": "class"}),
         ("pondernet", {"unit": "token"}),
         ("avit", {"finish_with_class": True}),
@@ -143,7 +152,7 @@ def test_a_class_token_that_is_not_there(policy: str, given: dict[str, Any]) -> 
         ("tome:r=7,inflection=-0.5", {"r": 7, "inflection": -0.5}),
         ("mod:blocks=1+2,gate=none", {"blocks": (1, 2), "gate": "none"}),
         ("static:share=0.5,by=width", {"share": 0.5, "by": "width"}),
-        ("fold:budget=0.67,stages=3+6+9", {"budget": 0.67, "stages": (3, 6, 9)}),
+        ("fold:budget=0.67,blocks=3+6+9", {"budget": 0.67, "blocks": (3, 6, 9)}),
         ("pondernet:sample=4", {"sample": 4}),
     ],
 )

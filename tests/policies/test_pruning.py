@@ -21,7 +21,7 @@ from tests.support.plain_vit import attention, best, embedded, mlp, predicted, s
 @torch.no_grad()
 def test_dynamicvit_inference(keep: float, stages: tuple[int, ...]) -> None:
     """The int(keep^s 16) best stay, one at least; features and their mean over the patches that are still there."""
-    model = wild("dynamicvit", keep=keep, **({} if stages == (1, 3, 4) else {"stages": stages}))
+    model = wild("dynamicvit", keep=keep, **({} if stages == (1, 3, 4) else {"blocks": stages}))
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
         for b, image in enumerate(pictures()):
@@ -56,8 +56,8 @@ def authors(
     vit, x = model.vit, embedded(model.vit, image)
     p, kept = torch.ones(16), []
     for layer, block in enumerate(vit.blocks):
-        if layer in model.policy.stages:
-            s = model.policy.stages.index(layer)
+        if layer in model.policy.blocks:
+            s = model.policy.blocks.index(layer)
             soft = (predicted(model.policy.score_predictor[s], x[1:], p) + noise[s][b, 1:]).softmax(-1)[:, 0]
             p = ((soft > 0.5).float() - soft.detach() + soft) * p
             kept.append(p)
@@ -101,7 +101,7 @@ def test_dynamicvit_training(seed: int) -> None:
 def test_dynamicvit_gradient_is_the_public_codes(stage: int) -> None:
     """Before the last block, where frozen rows of dropped patches differ from updated ones for nobody; and earlier, if
     nobody is dropped and a token's attention to itself must not count."""
-    model = wild("dynamicvit", stages=(stage,)).train()
+    model = wild("dynamicvit", blocks=(stage,)).train()
     with torch.no_grad():
         model.vit.blocks[5].attn.qkv.weight[:48] *= 0.3  # small logits: no dropped key's share is held at 1
         model.policy.score_predictor[0].out_conv[-1].bias[0] += 4.0 if stage == 2 else 0.0
@@ -133,10 +133,10 @@ def test_the_task_reaches_every_predictor() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.policy.parameters())
 
 
-@pytest.mark.parametrize("leave", ["drop", "fold"])
-def test_nothing_is_kept(leave: str) -> None:
+@pytest.mark.parametrize("removal", ["drop", "merge"])
+def test_nothing_is_kept(removal: str) -> None:
     """A training pass may drop every patch: no 0 / 0 in the mean, the features' loss or the gradients."""
-    model = wild("dynamicvit", leave=leave).train()
+    model = wild("dynamicvit", removal=removal).train()
     with torch.no_grad():
         for predictor in model.policy.score_predictor:
             predictor.out_conv[-1].bias.copy_(torch.tensor([-40.0, 40.0]))
@@ -197,7 +197,7 @@ def test_evit_that_keeps_all_is_static(keep: float) -> None:
 
 
 def test_evit_keep_rate_falls_with_the_epochs() -> None:
-    model = wild("evit", keep=0.5, warm_epochs=10, shrink_epochs=16, stages=(2,), fuse=False)
+    model = wild("evit", keep=0.5, warm_epochs=10, shrink_epochs=16, blocks=(2,), fuse=False)
     for epoch, keep in (
         (0, 1.0),
         (9.9, 1.0),
@@ -221,7 +221,7 @@ def test_evit_keep_rate_falls_with_the_epochs() -> None:
 
 def test_evit_fused_patch_passes_a_gradient_to_its_weights() -> None:
     """The fused patch's weights are attention: queries of the class token hear of it."""
-    model = wild("evit", stages=(4,)).train()
+    model = wild("evit", blocks=(4,)).train()
     model(pictures()).logits.pow(2).sum().backward()
     through = model.vit.blocks[4].attn.qkv.weight.grad.clone()
     model.zero_grad()

@@ -54,7 +54,7 @@ def check(model: Any, expected: Any) -> None:
         ({}, (1, 3, 5)),
         ({"capacity": 0.125}, (1, 3, 5)),
         ({"capacity": 0.7, "gate": "sigmoid"}, (1, 3, 5)),
-        ({"capacity": 0.3, "gate": "none", "first": 2}, (2, 4)),
+        ({"capacity": 0.3, "gate": "none", "first_block": 2}, (2, 4)),
         ({"capacity": 0.3, "router": "mlp", "blocks": (0, 1, 5)}, (0, 1, 5)),
         ({"capacity": 1.0}, (1, 3, 5)),
     ],
@@ -107,7 +107,7 @@ def test_the_task_reaches_a_router_through_its_gate_alone(gate: str) -> None:
     ("given", "blocks"),
     [
         ({}, (1, 3, 5)),
-        ({"capacity": 0.125, "first": 3}, (3, 5)),
+        ({"capacity": 0.125, "first_block": 3}, (3, 5)),
         ({"blocks": (1, 2, 3), "capacity": 0.4}, (1, 2, 3)),
         ({"blocks": (4, 5), "multiply": True}, (4, 5)),
         ({"multiply": True, "capacity": 0.7}, (1, 3, 5)),
@@ -146,7 +146,7 @@ def test_amod_counts_its_second_look_as_evidence() -> None:
 
 def test_amod_has_no_parameters_and_needs_a_block_before() -> None:
     assert not list(wild("amod").policy.parameters())
-    for given in ({"first": 0}, {"blocks": (0, 3)}):
+    for given in ({"first_block": 0}, {"blocks": (0, 3)}):
         with pytest.raises(UserError, match="block 0"):
             adaptivit.create("test_vit", "amod", **given)
 

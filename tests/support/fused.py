@@ -15,6 +15,7 @@ from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
 from tests.support.interpreter import DEVICE
 from tests.support.models import pictures, randomise
+from tests.support.policies import PAPERS
 
 WARNINGS = [
     # what numpy says in the interpreter of rows that are left over and may be anything
@@ -41,16 +42,14 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
     "static, fewer blocks": ("static", {"depth": 2}),
     "aht": ("aht", HALTING),
-    "aht, mean field": ("aht", HALTING | {"class_token": "mean_field"}),
-    "aht, folds": ("aht", HALTING | {"leave": "fold"}),
-    "aht, worth": ("aht", {"feature": "worth", "leave": "fold", "gamma": 2.0, "beta": -5.0}),
-    "aht, the plan acts": ("aht", HALTING | {"plan_weight": 0.7}),
+    "aht_merge": ("aht_merge", {"gate": "shared", "center_per_image": 0.0, "gamma": 2.0, "beta": -5.0}),
+    "aht_merge, by fc1": ("aht_merge", PAPERS | HALTING | {"halting_blocks": (0, 1, 2)}),
     "avit": ("avit", {"gate_scale": 2.0, "gate_center": 0.5}),
-    "avit, folds": ("avit", {"gate_scale": 2.0, "gate_center": 0.5, "leave": "fold"}),
+    "avit, folds": ("avit", {"gate_scale": 2.0, "gate_center": 0.5, "removal": "merge"}),
     "amod": ("amod", {}),
     "mod": ("mod", {}),
     "dynamicvit": ("dynamicvit", {}),
-    "dynamicvit, folds": ("dynamicvit", {"leave": "fold"}),
+    "dynamicvit, folds": ("dynamicvit", {"removal": "merge"}),
     "evit": ("evit", {}),
     "tome": ("tome", {"r": 3}),
     "tome, all it can": ("tome", {"r": 50}),

@@ -18,7 +18,7 @@ TINY = Table(
         Run("EViT", "evit:keep=0.5", start="static"),
         Run("AHT-ViT", "aht:budget", start="static"),
         Run("AHT-ViT, 70 %", "aht:budget", start="AHT-ViT", train=False, share=0.7),
-        Run("broken", "aht:stages=99", start="static"),
+        Run("broken", "aht:planner_blocks=99", start="static"),
         Run("goes on from broken", "aht", start="broken"),
     ),
     "a small .npz",

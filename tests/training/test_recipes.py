@@ -86,7 +86,7 @@ FACTS: dict[str, Fact] = {
     **{f"amod-cars-{n}": (b, "amod:capacity=0.5", AMOD, ("Cars", "Fig. 3")) for n, b in (("small", S), ("base", B))},
     **{f"mod-cars-{n}": (b, "mod:capacity=0.5", AMOD, ("Cars", "Fig. 3")) for n, b in (("small", S), ("base", B))},
     **{
-        f"amod-cars-later-{n}": (b, "amod:capacity=0.5,first=4", AMOD, ("Cars", "fifth layer"))
+        f"amod-cars-later-{n}": (b, "amod:capacity=0.5,first_block=4", AMOD, ("Cars", "fifth layer"))
         for n, b in (("small", S), ("base", B))
     },
 }
@@ -135,7 +135,7 @@ def test_an_isoflop_model_has_the_printed_cost(name: str) -> None:
 
 
 def test_every_recipe_of_a_paper_has_its_facts_here_or_beside() -> None:
-    others = {"aht-budget", "aht-fold", "avit-tiny", "avit-small", "dynamicvit", "evit", "amod", "mod", "pondernet"}
+    others = {"aht-budget", "aht-merge", "avit-tiny", "avit-small", "dynamicvit", "evit", "amod", "mod", "pondernet"}
     cars = {"static-isoflop-cars-small", "static-isoflop-cars-base"}
     assert set(RECIPES) == set(FACTS) | set(ISOFLOP) | others | cars
 

@@ -39,6 +39,7 @@ from adaptivit.training.run import objective
 from adaptivit.training.step import Seen, Trainer
 from adaptivit.utils.batch_rng import Share, draw, drawing
 from tests.support.models import pictures, tiny
+from tests.support.policies import PAPERS
 
 AHT: dict[str, Any] = {"beta": -1.0, "straight_through": True}
 AVIT: dict[str, Any] = {"gate_scale": 1.0, "gate_center": 2.0}
@@ -136,7 +137,11 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # policy, its 
     "plain": ("static", {}, {"drop_path": 0.3, "label_smoothing": 0.1}),
     "aht": ("aht", AHT, {"target_depth": 0.1, "budget": 10.0, "ponder": 0.01, "prior": 0.1, "prior_depth": 3.0}),
     "mixed": ("dynamicvit", {}, {"ratio": 2.0, "mixup": 0.8, "cutmix": 1.0, "drop_path": 0.2}),
-    "folding": ("aht", AHT | {"leave": "fold"}, {"target_depth": 0.1, "budget": 10.0, "drop_path": 0.3}),
+    "folding": (
+        "aht_merge",
+        PAPERS | AHT | {"halting_blocks": (0, 1, 2)},
+        {"target_depth": 0.1, "budget": 10.0, "drop_path": 0.3},
+    ),
     "reference": ("avit", AVIT, {"prior": 0.1, "prior_form": "reference", "prior_depth": 3.0}),
     "routed": ("mod", {}, {"drop_path": 0.2}),
 }

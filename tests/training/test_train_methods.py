@@ -96,7 +96,7 @@ def test_the_rate_of_evit_follows_the_epochs(tmp_path: Path, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(Trainer, "step", watched)
-    policy = "evit:keep=0.5,warm_epochs=1,shrink_epochs=2,stages=2,fuse=false"
+    policy = "evit:keep=0.5,warm_epochs=1,shrink_epochs=2,blocks=2,fuse=false"
     assert train(where, tmp_path / "out", "--policy", policy, "--epochs", 4) == 0
     done = [min(max((s / 3 - 1) / 2, 0), 1) for s in range(12)]  # 3 steps an epoch
     keep = [0.5 + 0.25 * (1 + math.cos(math.pi * d)) for d in done]

@@ -12,10 +12,10 @@ from typing import Any
 from .run import Run
 
 # AHT-ViT in every table here: change it in this line, or in the recipe that it names.
-AHT = "aht:fold,relative=1"
+AHT = "aht_merge"
 # The checkpoint that serves every budget: in training each image draws its own between these shares, and their mean is
 # held in the middle.
-AHT_SAMPLED = f"{AHT},sample=0.45+0.95,budget_share=0.7"
+AHT_SAMPLED = f"{AHT}:train_budget_range=0.45+0.95,budget_share=0.7"
 
 TITLES = {
     "aht": "AHT-ViT",

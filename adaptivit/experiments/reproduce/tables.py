@@ -6,7 +6,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -51,6 +50,12 @@ DIGITS: Mapping[str, Any] = {
 ABLATION_EPOCHS, ABLATED = 5, 0.52
 # The first fine-tuning on CIFAR-100, from ImageNet's weights; what goes on from it takes smaller steps.
 FIRST: Mapping[str, Any] = {"lr": 3e-4, "epochs": 20}
+# The paper's gate in aht_merge, and one that is not sharp: rows of the ingredients' table.
+SLOPE = "surrogate=score,surrogate_width=0.25,center_per_image=0"
+PAPERS_GATE = (
+    f"gate=shared,gamma=1,halt_point=after,halting_blocks={'+'.join(map(str, range(11)))},start_at=depth,{SLOPE}"
+)
+LEARNS_SLOWLY = f"gamma=4,{SLOPE}"
 # The same with more of everything: what static gains by it is in `cifar100-static`.
 MIXED: Mapping[str, Any] = {"mixup": 0.8, "cutmix": 1.0}
 LONGER: Mapping[str, Any] = {**FIRST, **MIXED, "epochs": 40}
@@ -222,35 +227,29 @@ def _one_checkpoint() -> Table:
 
 def _ingredients() -> Table:
     """From the paper's form to ours, one ingredient after the other; then what else was thought of, and peers."""
-    budget, image = "aht:budget", AHT
-    plan = f"{image},target_depth=0,plan_weight=8"
+    drop = "removal=drop"
     steps = {
         "the paper's": "aht:balanced",
-        "straight-through": budget,
-        "reads class attention": f"{budget},feature=class_row",
-        "reads worth": f"{budget},feature=worth",
-        "folds": f"{budget},feature=worth,leave=fold",
-        "decides inside the block": f"{budget},feature=worth,leave=fold,decide=between,spare=3,gate=layer,gamma=4",
-        "starts at the budget": "aht:fold,gamma=4,slope=score,tau=0.25",
-        "sharp gates": "aht:fold",
-        "against its image": image,
-        "gates that do not learn": f"{image},straight_through=false,budget=0,target_depth=0",
-        "the plan acts and learns 3 times as fast": plan,
+        "straight-through": "aht:budget",
+        "reads class attention": adding(AHT, f"{PAPERS_GATE},{drop},feature=class_row"),
+        "reads worth": adding(AHT, f"{PAPERS_GATE},{drop}"),
+        "folds": adding(AHT, PAPERS_GATE),
+        "decides inside the block": adding(AHT, f"{LEARNS_SLOWLY},start_at=depth"),
+        "starts at the budget": adding(AHT, LEARNS_SLOWLY),
+        "sharp gates": adding(AHT, "center_per_image=0"),
+        "against its image": AHT,
+        "gates that do not learn": adding(AHT, "straight_through=false,budget=0,target_depth=0"),
         "sampled budgets": AHT_SAMPLED,
-        "three supervisors": f"{image},supervised=3+6+9",
+        "three supervisors": adding(AHT, "halting_blocks=3+6+9"),
     }
     share, runs = ABLATED, []
     more: dict[str, Any] = {"start": STATIC, "change": {"epochs": ABLATION_EPOCHS}}
     for name, method in steps.items():
         aimed = method if "budget_share" in method else adding(method, f"budget_share={share}")
-        change = more["change"]
-        if found := re.search(r"(\d+) times", name):  # as fast as the backbone
-            times = int(found.group(1))
-            change = change | {"lr": times * CIFAR100["lr"], "backbone_lr": 1 / times}
-        runs.append(Run(f"AHT-ViT, {name}", aimed, start=STATIC, share=share, change=change))
+        runs.append(Run(f"AHT-ViT, {name}", aimed, share=share, **more))
     for policy in ("fold", "tome", "evit"):
         runs += run_at(policy, share, **more)
-    runs.append(Run("fold in three blocks", f"fold:budget={share},stages=3+6+9", **more))
+    runs.append(Run("fold in three blocks", f"fold:budget={share},blocks=3+6+9", **more))
     return _short(
         "cifar100-ingredients",
         f"CIFAR-100, DeiT-T at {saving(share)}: what each ingredient of AHT-ViT brings",
@@ -297,7 +296,7 @@ def _imagenet_adapt() -> Table:
 
 def _digits() -> Table:
     methods = {
-        "AHT-ViT": adding(AHT, "budget_share=0.5"),
+        "AHT-ViT": adding(AHT, "halting_blocks=3+4,budget_share=0.5"),
         "A-ViT": "avit",
         "EViT": "evit:keep=0.6",
         "fold": "fold:budget=0.5",
@@ -349,7 +348,11 @@ OURS: tuple[Table, ...] = (
         protocol=_ABLATED.partition(" Cost is held")[0] + " The budget loss holds the cost; nothing is calibrated.",
     ),
     _ablation("sigma", "the width of the planned depth's distribution", _values("sigma", (0.5, 1.0, 2.0), usual=1.0)),
-    _ablation("stages", "where the planners sit", _values("stages", ("3", "6", "3+6+9", "2+4+6+8+10"), usual="3+6+9")),
+    _ablation(
+        "stages",
+        "where the planners sit",
+        _values("planner_blocks", ("3", "6", "3+6+9", "2+4+6+8+10"), "stages", usual="3+6+9"),
+    ),
     _ablation(
         "planner",
         "the planners' width and context",
@@ -358,10 +361,10 @@ OURS: tuple[Table, ...] = (
     _ablation(
         "feature",
         "what the supervisor reads",
-        _values("feature", ("worth", "class_row", "received"), usual="worth")
+        _values("feature", ("merge_score", "class_row", "received"), usual="merge_score")
         # known only when the block is over
-        | {f"feature {name}": f"feature={name},decide=after" for name in ("fc1", "gelu", "residual")},
-        protocol=_ABLATED + " But fc1, gelu and residual are known only after the block, so that tokens leave later.",
+        | {f"feature {name}": f"feature={name},halt_point=after" for name in ("fc1", "residual")},
+        protocol=_ABLATED + " But fc1 and residual are known only after the block, so that tokens leave later.",
     ),
     _ablation(
         "mass", "how P_actual is made of the scores", _values("mass", ("act", "hazard", "crossing"), usual="act")

@@ -1,4 +1,4 @@
-"""leave="fold" of AHT-ViT, A-ViT and DynamicViT: who leaves joins its most similar live patch, by size."""
+"""removal=merge of AHT-ViT, A-ViT and DynamicViT: a leaving patch merges into its most similar one, by size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from adaptivit.decision import Merge
 from tests.support.models import LAYOUTS, assert_close, pictures
 from tests.support.plain_vit import alike, attention, best, embedded, mean, predicted, said, sigmoid, wild
+from tests.support.policies import PAPERS
 
 
 def fold(x: Tensor, size: list[float], keys: Tensor, leaving: list[int], stay: list[int]) -> tuple[Tensor, list[float]]:
@@ -28,7 +29,7 @@ def fold(x: Tensor, size: list[float], keys: Tensor, leaving: list[int], stay: l
 @torch.no_grad()
 def test_aht(beta: float) -> None:
     """Patches halt as always, by a cumulative score; at beta = 20 all at once, and they join nobody."""
-    model = wild("aht", leave="fold", beta=beta)
+    model = wild("aht_merge", **PAPERS | {"beta": beta})
     with torch.no_grad():
         model.policy.beta.fill_(beta), model.policy.gamma.fill_(1.0)
     for layout in LAYOUTS:
@@ -59,7 +60,7 @@ def test_aht(beta: float) -> None:
 @torch.no_grad()
 def test_avit() -> None:
     """Until the class token halts; afterwards the mean field has all it needs."""
-    model = wild("avit", leave="fold", gate_scale=2.0, gate_center=3.0)
+    model = wild("avit", removal="merge", gate_scale=2.0, gate_center=3.0)
     for layout in LAYOUTS:
         out, folded = model(pictures(), layout=layout), 0
         for b, image in enumerate(pictures()):
@@ -87,7 +88,7 @@ def test_avit() -> None:
 @torch.no_grad()
 def test_dynamicvit(keep: float) -> None:
     """Alike by the keys of the block before the stage."""
-    model = wild("dynamicvit", leave="fold", keep=keep)
+    model = wild("dynamicvit", removal="merge", keep=keep)
     for layout in (*LAYOUTS, "gathered"):
         out = model(pictures(), layout=layout)
         for b, image in enumerate(pictures()):
@@ -108,7 +109,7 @@ def test_dynamicvit(keep: float) -> None:
 @pytest.mark.parametrize(
     ("policy", "given"),
     [
-        ("aht", {"beta": -0.5}),
+        ("aht_merge", {"gamma": 2.0, "beta": 0.5}),
         ("avit", {"gate_scale": 2.0, "gate_center": 2.0}),
         ("dynamicvit", {}),
         ("fold", {"keep": 0.7}),
@@ -118,7 +119,7 @@ def test_dynamicvit(keep: float) -> None:
 @torch.no_grad()
 def test_sizes_are_conserved_by_who_finds_somebody(policy: str, given: dict[str, Any]) -> None:
     """The sizes of the tokens left add up to those that were there, less those that joined nobody."""
-    model = wild(policy, **given | ({"leave": "fold"} if policy in ("aht", "avit", "dynamicvit") else {}))
+    model = wild(policy, **given | ({"removal": "merge"} if policy in ("avit", "dynamicvit") else {}))
     steps = [s.decision for s in model(pictures()).trace.steps if isinstance(s.decision, Merge)]
     assert steps
     size, live = torch.ones(3, 17), torch.ones(3, 17, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""AHT-ViT beyond the paper: what a token is worth, decisions inside a block, gates a layer, sampled budgets."""
+"""AHT-ViT's improved form: merge scores, decisions inside a block, gates of single blocks, sampled budgets."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from adaptivit.training.losses import Batch, Budget
 from adaptivit.utils.batch_rng import Share, drawing
 from tests.support.models import assert_close, pictures, tiny
 
-WORTH: dict[str, Any] = {"feature": "worth", "leave": "fold", "decide": "between", "gamma": 3.0, "beta": 0.0}
+SHARED: dict[str, Any] = {"gate": "shared", "center_per_image": 0.0, "gamma": 3.0, "beta": 0.0}
 
 
-def test_the_first_blocks_are_spared_and_nothing_is_looked_at() -> None:
-    model = tiny("aht", more={"depth": 4}, spare=2, **WORTH | {"beta": 30.0})  # whoever may halt does
+def test_tokens_halt_in_the_halting_blocks_alone() -> None:
+    model = tiny("aht_merge", more={"depth": 4}, halting_blocks=(2,), **SHARED | {"beta": 30.0})  # all that may halt do
     out = model(pictures())
     live = out.trace.updated[:, :, 1:].sum(-1)
     assert (live[:2] == out.trace.updated.shape[2] - 1).all()
@@ -34,35 +34,28 @@ def test_the_first_blocks_are_spared_and_nothing_is_looked_at() -> None:
     assert looked
 
 
-@pytest.mark.parametrize("decide", ["between", "after"])
-def test_tokens_leave_where_a_supervisor_is_and_nothing_is_looked_at_elsewhere(decide: str) -> None:
-    given = WORTH | {"decide": decide, "gate": "layer", "start": "budget", "gamma": 4.0}
-    model = tiny("aht", more={"depth": 8}, spare=1, supervised=(4, 2), **given)
+@pytest.mark.parametrize("point", ["before_mlp", "after"])
+def test_evidence_is_collected_in_the_halting_blocks_alone(point: str) -> None:
+    given = SHARED | {"halt_point": point, "gate": "block", "gamma": 4.0}
+    model = tiny("aht_merge", more={"depth": 8}, halting_blocks=(4, 2), **given)
     model.policy.calibrate(model, pictures(), 0.7)
     out = model(pictures())
-    live = out.trace.updated if decide == "between" else out.trace.attended
-    here = [2, 4] if decide == "between" else [3, 5]  # the first that misses them
+    live = out.trace.updated if point == "before_mlp" else out.trace.attended
+    here = [2, 4] if point == "before_mlp" else [3, 5]  # the first that misses them
     counts = live[:, :, 1:].sum((1, 2)).tolist()
     assert [i for i in range(1, 8) if counts[i] < counts[i - 1]] == here
     assert len(out.added_macs) == 4  # attention and similarity, in two blocks
     assert abs(float((out.macs / model.static_macs(out)).mean()) - 0.7) < 0.05
 
 
-def test_all_blocks_but_the_last_have_a_supervisor() -> None:
-    images, given = pictures(), WORTH | {"beta": -0.5}
-    every = tiny("aht", more={"depth": 4}, spare=1, **given)
-    listed = tiny("aht", more={"depth": 4}, spare=1, supervised=(1, 2), **given)
-    assert torch.equal(every(images).logits, listed(images).logits)
-
-
-def test_training_starts_where_no_block_is_left_for_a_supervisor() -> None:
-    model = tiny("aht", more={"depth": 2}, spare=1, gate="layer", start="budget", **WORTH)
+def test_training_starts_where_no_block_is_left_to_halt_in() -> None:
+    model = tiny("aht_merge", more={"depth": 2}, beta=0.0)
     assert model.policy.calibrate(model, pictures(), 0.7) is not None
     assert model(pictures()).trace.attended.all()
 
 
-def test_the_least_worth_leave_first() -> None:
-    model = tiny("aht", more={"depth": 3}, spare=1, start="budget", **WORTH | {"gamma": 50.0})
+def test_the_lowest_merge_scores_leave_first() -> None:
+    model = tiny("aht_merge", more={"depth": 3}, **SHARED | {"gamma": 50.0})
     images = pictures()
     model.policy.calibrate(model, images, 0.8)
     out = model(images)
@@ -77,8 +70,8 @@ def test_the_least_worth_leave_first() -> None:
     keys = torch.nn.functional.normalize(k.mean(1)[:, 1:], dim=-1)
     alike = keys @ keys.transpose(-2, -1)
     alike.diagonal(dim1=-2, dim2=-1).fill_(-1.0)
-    worth = seen.log() + 0.5 * (1 - alike.amax(-1)).clamp_min(1e-6).log()  # n is the same for all here
-    assert worth[left].max() < worth[~left].min() + 1e-4
+    score = seen.log() + 0.5 * (1 - alike.amax(-1)).clamp_min(1e-6).log()  # n is the same for all here
+    assert score[left].max() < score[~left].min() + 1e-4
 
 
 def backbone_rows(vit: Any, images: torch.Tensor) -> torch.Tensor:
@@ -88,7 +81,7 @@ def backbone_rows(vit: Any, images: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("gamma", [3.0, 30.0])
 def test_training_starts_at_the_budget(gamma: float) -> None:
     images = pictures(8)
-    model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH | {"gamma": gamma})
+    model = tiny("aht_merge", more={"depth": 6}, **SHARED | {"gate": "block", "gamma": gamma})
     said = model.policy.calibrate(model, images, 0.7)
     assert said is not None
     out = model(images)
@@ -102,28 +95,28 @@ def test_training_starts_at_the_budget(gamma: float) -> None:
         assert shares.max() < 0.95
 
 
-@pytest.mark.parametrize("relative", [0.0, 0.4, 1.0])
-def test_relative_evidence_takes_off_the_mean_of_an_image(relative: float) -> None:
-    """What the supervisor reads, against a loop over images."""
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_centring_takes_off_the_mean_of_an_image(share: float) -> None:
+    """What the gate reads, against a loop over images."""
     images = pictures(6)
     plain, model = (
-        tiny("aht", more={"depth": 4}, spare=1, relative=share, **WORTH | {"beta": 0.5}) for share in (0.0, relative)
+        tiny("aht_merge", more={"depth": 4}, **SHARED | {"center_per_image": s, "beta": 0.5}) for s in (0.0, share)
     )
-    features = plain(images, aux={"features"}).trace.facts["features"][0]  # before anybody has left
+    features = plain(images, aux={"features"}).trace.facts["features"][0]  # before a token has left
     read = model(images, aux={"features"}).trace.facts["features"][0]
     for image, other in zip(features, read, strict=True):
-        assert_close(other, image - relative * image[1:].mean(), 1e-5)
+        assert_close(other, image - share * image[1:].mean(), 1e-5)
     spread = read[:, 1:].mean(1).std() / features[:, 1:].mean(1).std()
-    assert float(spread) == pytest.approx(1 - relative, abs=1e-4)
+    assert float(spread) == pytest.approx(1 - share, abs=1e-4)
 
 
-def test_relative_must_be_a_share() -> None:
-    with pytest.raises(UserError, match=r"relative: expected a share in 0\.\.1"):
-        tiny("aht", relative=1.5)
+def test_centring_is_a_share() -> None:
+    with pytest.raises(UserError, match=r"center_per_image: expected a share in 0\.\.1"):
+        tiny("aht_merge", center_per_image=1.5)
 
 
 def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:
-    model = tiny("aht", more={"depth": 4}, straight_through=True, **WORTH).train()
+    model = tiny("aht_merge", more={"depth": 4}, **SHARED | {"surrogate": "score"}).train()
     out = model(pictures())
     loss = Budget(0.5)(out, Batch())
     share = float(out.macs_blocks.mean()) / out.costs.static
@@ -135,7 +128,7 @@ def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:
 
 def test_sampled_budgets() -> None:
     images = pictures(8)
-    model = tiny("aht", more={"depth": 6}, sample=(0.4, 0.9), start="budget", spare=1, **WORTH)
+    model = tiny("aht_merge", more={"depth": 6}, train_budget_range=(0.4, 0.9), **SHARED)
     model.policy.calibrate(model, images, 0.65)
     low, high = model.policy.shifts.tolist()[::-1]
     assert low < 0 < high
@@ -168,15 +161,15 @@ def forward(model: Any, images: torch.Tensor, shift: float) -> Any:
     return out
 
 
-@pytest.mark.parametrize("slope", ["score", "logit"])
-def test_a_sharp_gate_learns_by_the_slope_of_its_logit(slope: str) -> None:
+@pytest.mark.parametrize("surrogate", ["score", "logit"])
+def test_a_sharp_gate_learns_by_the_slope_of_its_logit(surrogate: str) -> None:
     """At gamma = 60 scores are 0 or 1: the gradient through c is lost, the one through the logit is not; what is
     computed is the same."""
     images, more = pictures(8), {"depth": 5}
-    given = WORTH | {"gamma": 60.0, "straight_through": True, "slope": slope}
-    model = tiny("aht", more=more, start="budget", spare=1, gate="layer", **given)
+    given = SHARED | {"gate": "block", "gamma": 60.0, "surrogate": surrogate, "surrogate_width": 0.25}
+    model = tiny("aht_merge", more=more, **given)
     model.policy.calibrate(model, images, 0.7)
-    plain = tiny("aht", more=more, start="budget", spare=1, gate="layer", **given | {"straight_through": False})
+    plain = tiny("aht_merge", more=more, straight_through=False, **given)
     plain.load_state_dict(model.state_dict())
     out = model(images, layout="masked")
     other = plain(images, layout="masked")
@@ -184,15 +177,15 @@ def test_a_sharp_gate_learns_by_the_slope_of_its_logit(slope: str) -> None:
     assert_close(out.logits, other.logits, 1e-5)
     Budget(0.5).loss(Budget(0.5).sums(out, Batch(torch.zeros(8, dtype=torch.long)))).sum().backward()
     slope_of_beta = model.policy.beta.grad[1:4]
-    if slope == "logit":
+    if surrogate == "logit":
         assert (slope_of_beta < 0).all(), "more leave as beta grows, and fewer cost less"
     else:
         assert slope_of_beta.abs().max() < 1e-3 * 60
 
 
 def test_the_slope_is_that_of_the_largest_margin() -> None:
-    """Two layers: who halted in the first keeps its margin, whoever goes on has that of the nearest miss."""
-    halting = Halting(torch.ones(1, 4, dtype=torch.bool), 1.0, 0.01, tau=0.5)
+    """Two layers: a token halted in the first keeps its margin, the others have that of the nearest miss."""
+    halting = Halting(torch.ones(1, 4, dtype=torch.bool), 1.0, 0.01, surrogate_width=0.5)
     margins = [torch.tensor([[0.3, -0.2, -0.9, -0.1]]), torch.tensor([[5.0, 0.4, -0.1, -0.6]])]
     margins = [m.requires_grad_() for m in margins]
     for layer, margin in enumerate(margins, start=1):
@@ -206,42 +199,9 @@ def test_the_slope_is_that_of_the_largest_margin() -> None:
     assert_close(margins[1].grad, torch.where(first, 0, slope), 1e-6)
 
 
-def test_gates_start_alike_whatever_the_plan_adds() -> None:
-    """With an acting plan the offsets take up what fresh planners add, so as many leave each layer, but for one or two
-    at the edge."""
-    images, given = pictures(8), WORTH | {"gamma": 30.0}
-    live = []
-    for weight in (1e-6, 5.0):  # both pay for their planners
-        model = tiny("aht", more={"depth": 8}, start="budget", spare=2, gate="layer", plan_weight=weight, **given)
-        for planner in model.policy.planners.values():
-            torch.nn.init.zeros_(planner.out.weight)
-        model.policy.calibrate(model, images, 0.7)
-        live.append(model(images).trace.updated.sum((1, 2)))
-    assert (live[0] - live[1]).abs().max() <= 2
-    assert live[0].unique().numel() >= 5
-
-
-def test_a_plan_held_against_its_image_says_who_leaves_and_not_how_many() -> None:
-    """Plans that are all deeper change nothing; a plan that is deeper than the image's others keeps its token."""
-    images, given = pictures(4), WORTH | {"gamma": 1.0, "plan_weight": 5.0, "plan_against": "image"}
-    model = tiny("aht", more={"depth": 8}, start="budget", spare=2, gate="layer", stages=(2,), **given)
-    model.policy.calibrate(model, images, 0.6)
-    planner = model.policy.planners["2"]
-    with torch.no_grad():
-        planner.out.weight.mul_(0.5)  # nowhere near the ends of its range
-        before = model(images, aux={"plan"}).trace
-        planner.low, planner.high = planner.low + 2, planner.high + 2
-        after = model(images, aux={"plan"}).trace
-    plan, depth = before.facts["plan"][0][:, 1:], before.depth[:, 1:].float()
-    assert_close(after.facts["plan"][0][:, 1:], plan + 2, 1e-5)
-    assert torch.equal(after.updated, before.updated)
-    assert plan.std() > 0.1
-    assert torch.corrcoef(torch.stack([plan.flatten(), depth.flatten()]))[0, 1] > 0.5
-
-
 def test_gates_that_do_not_learn_start_at_the_budget_too() -> None:
     images = torch.rand(64, 32, 32, 3).mul(255).byte().numpy()
-    model = tiny("aht", more={"depth": 6}, start="budget", spare=1, gate="layer", **WORTH)
+    model = tiny("aht_merge", more={"depth": 6}, beta=0.0, gamma=3.0)
     found = Labelled("here", images, [0] * 64, ("a",))
     calibrate(model, {}, TrainConfig("", budget=0.0, budget_share=0.6), found, "cpu")
     batch = next(dataset.batches(evaluation_images(found, model.preprocessing, "cpu"), dataset.in_order(64, 64))).images
@@ -250,7 +210,7 @@ def test_gates_that_do_not_learn_start_at_the_budget_too() -> None:
 
 
 def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:
-    model = tiny("aht", sample=(0.4, 0.9), **WORTH)
+    model = tiny("aht_merge", train_budget_range=(0.4, 0.9), **SHARED)
     with torch.no_grad():
         model.policy.shifts.copy_(torch.tensor([2.5, -1.5]))
     model.save_pretrained(tmp_path / "saved")
@@ -260,19 +220,14 @@ def test_a_checkpoint_keeps_its_shifts(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"decide": "between"}, "decide: expected after, or a feature that attention shows, got 'between, fc1'"),
-        (WORTH | {"class_token": "mean_field"}, "decide: expected after, or class_token=stays"),
-        ({"spare": 99}, r"spare: expected less than 6"),
-        ({"spare": -1}, "spare: expected a number of blocks >= 0"),
-        ({"supervised": (1, 5)}, r"supervised: expected block numbers in 0..4, got 5"),
-        ({"supervised": (1, 3), "spare": 2}, r"supervised: expected block numbers in 2..4, got 1"),
-        ({"supervised": ()}, r"supervised: expected at least one block number"),
-        ({"supervised": (1, 1)}, r"supervised: expected different block numbers"),
-        ({"supervised": (5,), "spare": 5}, r"supervised: expected nothing, since there is no block for it, got 5"),
-        ({"sample": (0.9, 0.4)}, "sample: expected two shares, the lower first"),
-        ({"sample": (0.5,)}, "sample: expected two shares"),
+        ({"feature": "fc1"}, "halt_point: expected 'after' with a feature that attention does not show, got 'fc1'"),
+        ({"halting_blocks": (1, 5)}, r"halting_blocks: expected block numbers in 0..4, got 5"),
+        ({"halting_blocks": ()}, r"halting_blocks: expected at least one block number"),
+        ({"halting_blocks": (1, 1)}, r"halting_blocks: expected different block numbers"),
+        ({"train_budget_range": (0.9, 0.4)}, "train_budget_range: expected two shares, the lower first"),
+        ({"spare": 2}, "aht_merge: the setting spare is called halting_blocks now"),
     ],
 )
 def test_bad_settings(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        tiny("aht", **given)
+        tiny("aht_merge", **given)
