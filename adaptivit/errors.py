@@ -35,6 +35,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def reason_of(error: BaseException) -> str:
+    """Why something failed, in one line: a user's mistake as it is, anything else after its type."""
+    return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+
+
 def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:
     """An error that lists the valid names and suggests the nearest."""
     names = sorted(valid)

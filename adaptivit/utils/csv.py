@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ def csv_text(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] = (), dig
     return out.getvalue()
 
 
+def cell(value: Any) -> str:
+    """A value as text: six digits of a float, two decimals in a list, nothing for None and NaN."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(f"{x:.2f}" for x in value)
+    return "" if value is None else str(value)
+
+
 def read_csv(path: str | Path) -> list[dict[str, str]]:
     """The rows of a CSV file, none where there is no file; every cell is text."""
     if not Path(path).exists():
@@ -36,5 +46,5 @@ def read_csv(path: str | Path) -> list[dict[str, str]]:
 
 def append_csv(path: str | Path, *rows: Mapping[str, Any], columns: Iterable[str] = ()) -> None:
     """Add rows to a CSV file, new columns at the end; the file is replaced in one step."""
-    flat = [{k: " ".join(f"{x:.2f}" for x in v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    flat = [{k: cell(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
     write_text(path, csv_text([*read_csv(path), *flat], columns))

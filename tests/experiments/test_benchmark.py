@@ -22,9 +22,10 @@ from adaptivit.evaluation import halting_profiles
 from adaptivit.evaluation.timing import Timing, interleaved
 from adaptivit.experiments.benchmark import contenders
 from adaptivit.experiments.benchmark import run as benchmark
-from adaptivit.experiments.benchmark.charts import COLUMNS, Row, bars, label, read, speed_against_macs
+from adaptivit.experiments.benchmark.charts import bars, speed_against_macs
 from adaptivit.experiments.benchmark.config import BenchmarkConfig
 from adaptivit.experiments.benchmark.contenders import BEST, OWN, TIMM, Padded, Product, with_product
+from adaptivit.experiments.benchmark.rows import COLUMNS, Row, label, read
 from adaptivit.model import AdaptiveViT
 from adaptivit.utils.csv import append_csv
 from tests.support.commands import refused, run

@@ -7,7 +7,7 @@ configuration share the weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -90,30 +90,30 @@ class Setting:
 
 def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
     """Every contender of a configuration: the static baselines first."""
-    device, vit = at.images.device.type, at.base.vit
-    on_gpu = device == "cuda"
+    device, vit, compiled = at.images.device.type, at.base.vit, not config.skip_compiled
+    own, mode = ("captured", "reduce-overhead") if device == "cuda" else ("packed", "default")
+    layouts, best = config.layouts_on(device), with_product(vit)
+
+    def on_layouts(name: str, policy: str, make: Callable[[], AdaptiveViT], trace: Trace | None = None) -> list[Entry]:
+        compact = [x for x in layouts if x != "padded"]
+        return [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), policy, x) for x in compact]
+
     found = [Entry(TIMM, (partial(Contender, vit, at.base, adaptive=False),))]
-    if not config.skip_compiled:
-        found.append(Entry(COMPILED, (partial(_static, at, "reduce-overhead" if on_gpu else "default", vit),)))
-    best = with_product(vit)
+    if compiled:
+        found.append(Entry(COMPILED, (partial(_static, at, mode, vit),)))
     found.append(Entry(BEST, tuple(partial(_static, at, mode, best) for mode in config.modes_on(device))))
-    own, compiled = "captured" if on_gpu else "packed", not config.skip_compiled
     found.append(Entry(OWN, (partial(_on_layout, at, own, compiled, partial(_nothing_left, at)),), "static", own))
-    layouts = config.layouts_on(device)
-    compact = [layout for layout in layouts if layout != "padded"]
     for spec in dict.fromkeys(config.policies):
-        make = partial(_model, config, at, spec)
-        found += [Entry(spec, (partial(_on_layout, at, layout, compiled, make),), spec, layout) for layout in compact]
+        found += on_layouts(spec, spec, partial(_model, config, at, spec))
     for profile, trace in at.traces.items():
         name = "replay " + (Path(profile).stem if profile.startswith(halting_profiles.REPLAY) else profile)
-        make = partial(_replaying, at, trace)
-        found += [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), "replay", x) for x in compact]
+        found += on_layouts(name, "replay", partial(_replaying, at, trace), trace)
         if "padded" in layouts:
             found.append(Entry(name, (partial(_padding, at, trace),), "replay", "padded"))
     if at.checkpoint is not None:
         model = at.checkpoint
-        spec, name = settings.spec(model.policy_name, model.policy.settings), f"checkpoint {config.checkpoint}"
-        found += [Entry(name, (partial(_on_layout, at, x, compiled, lambda: model),), spec, x) for x in compact]
+        spec = settings.spec(model.policy_name, model.policy.settings)
+        found += on_layouts(f"checkpoint {config.checkpoint}", spec, lambda: model)
     return found
 
 
@@ -122,11 +122,8 @@ def checkpoint_for(config: BenchmarkConfig, base: AdaptiveViT) -> AdaptiveViT | 
     if config.checkpoint is None:
         return None
     model = load(config.checkpoint)
-    return (
-        model
-        if replace(model.shape, classes=0, num_classifiers=0) == replace(base.shape, classes=0, num_classifiers=0)
-        else None
-    )
+    here, there = (replace(m.shape, classes=0, num_classifiers=0) for m in (model, base))
+    return model if here == there else None
 
 
 def _model(config: BenchmarkConfig, at: Setting, spec: str) -> AdaptiveViT:
@@ -144,7 +141,7 @@ def _model(config: BenchmarkConfig, at: Setting, spec: str) -> AdaptiveViT:
 
 
 def _nothing_left(at: Setting) -> AdaptiveViT:
-    """Ours with every token everywhere: in the last MLP too, where nobody reads the patches."""
+    """Ours with every token everywhere: in the last MLP too, whose patches no head reads."""
     model = AdaptiveViT(at.base.vit, "static", {}).eval()
     model.full_last_mlp = True
     return model
@@ -157,6 +154,7 @@ def _replaying(at: Setting, trace: Trace) -> AdaptiveViT:
 def _on_layout(
     at: Setting, layout: str, compiled: bool, make: Callable[[], AdaptiveViT], trace: Trace | None = None
 ) -> Contender:
+    """The model on a layout; `captured` as a CUDA graph for the trace's profile or that of the batch."""
     model = make()
     if layout != "captured":
         return Contender(partial(model, layout=layout), model)
@@ -208,7 +206,7 @@ def _static(at: Setting, mode: str, vit: Any) -> Contender:
 
 
 def _new_step(call: Call, images: Tensor) -> Any:
-    torch.compiler.cudagraph_mark_step_begin()  # what earlier graphs returned may be overwritten
+    torch.compiler.cudagraph_mark_step_begin()  # outputs of earlier graphs may be overwritten
     return call(images)
 
 
@@ -251,16 +249,10 @@ class Padded:
         self.pools = self.shape.head_tokens == self.shape.tokens
         self.drops: dict[tuple[int, str], Tensor] = {}  # (layer, when) -> [B, N] leaving
         for step in trace.steps:
-            drop = step.decision
-            plain = (
-                isinstance(drop, Drop)
-                and drop.readout_weight is None
-                and not drop.zero_on_exit
-                and step.when != "between"
-            )
-            if not plain or trace.pooled != "all":
-                raise UserError(f"padded: carries out a plain Drop around a block, got {_what(drop)} {step.when} it.")
-            assert isinstance(drop, Drop)
+            drop, around = step.decision, step.when != "between" and trace.pooled == "all"
+            if not (around and isinstance(drop, Drop) and drop.readout_weight is None and not drop.zero_on_exit):
+                kind = type(drop).__name__
+                raise UserError(f"padded: expected a plain Drop around a block, got {kind} {step.when} it.")
             if not self.pools and drop.leaving[:, : self.shape.head_tokens].any():
                 raise UserError("padded: expected the tokens that the head reads to stay, but they leave.")
             self.drops[step.layer, step.when] = drop.leaving
@@ -288,7 +280,7 @@ class Padded:
         return self.backbone.head(readout)[1]
 
     def _kept(self, last: Tensor, x: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
-        """The last values with those of the present rows in them; padding is not taken."""
+        """The last values with those of today's rows in them; padding is not taken."""
         if not self.pools:
             return last
         where = places[..., None].expand_as(x)
@@ -296,22 +288,16 @@ class Padded:
         return last.scatter(1, where, new)
 
 
-def _what(decision: object) -> str:
-    return type(decision).__name__
-
-
-def on_device(trace: Trace, device: torch.device) -> Trace:
-    """The trace where it is needed, so that replaying it copies nothing."""
+def _on_device(trace: Trace, device: torch.device) -> Trace:
     steps = tuple(replace(step, decision=detached(step.decision, device)) for step in trace.steps)
     return replace(trace, attended=trace.attended.to(device), updated=trace.updated.to(device), steps=steps)
 
 
 def traces_for(config: BenchmarkConfig, base: AdaptiveViT, batch: int, device: torch.device) -> dict[str, Trace]:
-    """The trace of every profile for this batch size."""
+    """The trace of every profile for this batch size, on the device, so that replaying it copies nothing."""
     shape = base.shape
-    given: dict[str, int] = {"layers": shape.layers, "tokens": shape.tokens, "prefix": shape.num_prefix_tokens}
-    names: Sequence[str] = tuple(dict.fromkeys(config.profile))
+    sizes = {"layers": shape.layers, "tokens": shape.tokens, "prefix": shape.num_prefix_tokens, "batch": batch}
     return {
-        name: on_device(halting_profiles.trace_of(name, batch=batch, seed=config.seed, **given), device)
-        for name in names
+        name: _on_device(halting_profiles.trace_of(name, seed=config.seed, **sizes), device)
+        for name in dict.fromkeys(config.profile)
     }

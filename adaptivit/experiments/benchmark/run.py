@@ -11,7 +11,7 @@ import datetime
 import gc
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +19,23 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from ...cost import CostModel
 from ...data import dataset
-from ...errors import UserError, first_line
+from ...errors import UserError, reason_of
 from ...evaluation.timing import Timing, interleaved
 from ...factory import create
 from ...model import AdaptiveViT
 from ...utils.atomic_io import write_bytes, write_text
-from ...utils.csv import append_csv
+from ...utils.console import bar, show
+from ...utils.csv import append_csv, cell
 from ...utils.environment import commit, versions
 from ...utils.hardware import device_of, processor
-from .charts import COLUMNS, Row, bars, markdown, read, screen, speed_against_macs
+from .charts import bars, speed_against_macs
 from .config import BenchmarkConfig
 from .contenders import BEST, OWN, TIMM, Contender, Entry, Setting, checkpoint_for, entries, traces_for
+from .rows import COLUMNS, Row, markdown, read, screen
 
 # A contender further from its reference than this is wrong, not rounded: (device, dtype) -> ||out - ref|| / ||ref||.
 BOUNDS = {("cpu", "float32"): 2e-4, ("cuda", "float32"): 2e-3}  # a GPU may take products in TF32
@@ -45,20 +46,10 @@ def run(config: BenchmarkConfig) -> list[Row]:
     """Measure every configuration and fill OUT; returns the rows of this run, failed ones too."""
     device = device_of(config.device)
     path = Path(config.out) / "benchmark.csv"
-    (
-        config.layouts_on(device.type),
-        config.modes_on(device.type),
-        read(path),
-    )  # what is wrong is said before anything runs
+    read(path)
     bases = {name: _base(config, name) for name in dict.fromkeys(config.backbones)}
     sizes = tuple(dict.fromkeys(config.batch_sizes))
-    for base in bases.values():
-        for batch in sizes:
-            traces_for(config, base, batch, torch.device("cpu"))
-            if config.data is not None:
-                _images(config, base, batch)
-    if config.checkpoint is not None and not any(checkpoint_for(config, base) for base in bases.values()):
-        raise UserError(f"checkpoint: {config.checkpoint} holds another backbone or image size than --backbones.")
+    _check(config, device, list(bases.values()), sizes)
     console, rows = Console(stderr=True), list[Row]()
     plan = [(name, dtype, batch) for name in bases for dtype in config.dtypes_on(device.type) for batch in sizes]
     head = _head(config, device)
@@ -70,6 +61,19 @@ def run(config: BenchmarkConfig) -> list[Row]:
             rows += new
     _write(config, rows)
     return rows
+
+
+def _check(config: BenchmarkConfig, device: torch.device, bases: Sequence[AdaptiveViT], sizes: Sequence[int]) -> None:
+    """Raise what is wrong with the settings before anything runs."""
+    config.layouts_on(device.type)
+    config.modes_on(device.type)
+    for base in bases:
+        for batch in sizes:
+            traces_for(config, base, batch, torch.device("cpu"))
+            if config.data is not None:
+                _images(config, base, batch)
+    if config.checkpoint is not None and not any(checkpoint_for(config, base) for base in bases):
+        raise UserError(f"checkpoint: {config.checkpoint} holds another backbone or image size than --backbones.")
 
 
 # -- one configuration ----------------------------------------------------------------------------------------------
@@ -100,15 +104,18 @@ def _configuration(config: BenchmarkConfig, at: Setting, head: dict[str, Any], c
             ready[entry.label] = found
             rows[entry.label] |= found.figures
     try:
-        times = _take_turns(config, at, ready, console)
+        calls = {label: checked.contender.call for label, checked in ready.items()}
+        with bar(f"  time {len(ready)} contenders in turn", config.repeats, console) as progress:
+            settings: dict[str, Any] = {"warm_up": config.warm_up, "inner": config.inner, "progress": progress}
+            times = interleaved(calls, at.images, config.repeats, **settings) if ready else {}
     except Exception as error:
         for label in ready:
-            rows[label] |= {"status": "failed", "reason": f"timing: {_reason(error)}"}
-        console.print(f"  timing failed: {_reason(error)}", markup=False, style="red")
+            rows[label] |= {"status": "failed", "reason": f"timing: {reason_of(error)}"}
+        console.print(f"  timing failed: {reason_of(error)}", markup=False, style="red")
     else:
         for label, timing in times.items():
             rows[label] |= _speed(timing, times)
-    return [{name: _cell(row.get(name)) for name in COLUMNS} for row in rows.values()]
+    return [{name: cell(row.get(name)) for name in COLUMNS} for row in rows.values()]
 
 
 def _prepare(entry: Entry, at: Setting) -> tuple[Checked | None, str]:
@@ -119,7 +126,7 @@ def _prepare(entry: Entry, at: Setting) -> tuple[Checked | None, str]:
         try:
             good.append(_checked(make, at))
         except Exception as error:
-            reasons.append(_reason(error))
+            reasons.append(reason_of(error))
     if not good:
         return None, reasons[0]
     if len(good) > 1:
@@ -130,10 +137,6 @@ def _prepare(entry: Entry, at: Setting) -> tuple[Checked | None, str]:
         good = [good[order[0]]]
         good[0].figures["plan"] = f"tried: {tried}"
     return good[0], f"a candidate failed: {reasons[0]}" if reasons else ""
-
-
-def _reason(error: Exception) -> str:
-    return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def _checked(make: Any, at: Setting) -> Checked:
@@ -218,24 +221,6 @@ def _peak(contender: Contender, at: Setting, before: int) -> float | None:
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
-def _take_turns(
-    config: BenchmarkConfig, at: Setting, ready: Mapping[str, Checked], console: Console
-) -> dict[str, Timing]:
-    if not ready:
-        return {}
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"time {len(ready)} contenders in turn", total=config.repeats)
-        return interleaved(
-            {label: checked.contender.call for label, checked in ready.items()},
-            at.images,
-            config.repeats,
-            warm_up=config.warm_up,
-            inner=config.inner,
-            progress=lambda done: progress.update(task, completed=done),
-        )
-
-
 def _speed(timing: Timing, times: Mapping[str, Timing]) -> dict[str, Any]:
     found: dict[str, Any] = {f"ms_p{p}": 1e3 * timing.percentile(p / 100) for p in (20, 50, 80)}
     found["images_per_s"] = timing.batch / statistics.median(timing.seconds)
@@ -290,7 +275,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
-    """What all rows of a run share."""
+    """Columns that all rows of a run share."""
     return versions() | {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
@@ -298,10 +283,6 @@ def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
         "repeats": config.repeats,
         "seed": config.seed,
     }
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _write(config: BenchmarkConfig, rows: list[Row]) -> None:
@@ -312,6 +293,4 @@ def _write(config: BenchmarkConfig, rows: list[Row]) -> None:
         write_bytes(out / "bars.png", bars(good))
     if good and config.plot:
         write_bytes(out / "speed_vs_macs.png", speed_against_macs(good))
-    console = Console(width=None if Console().is_terminal else 140)
-    for table in screen(rows):
-        console.print(table)
+    show(*screen(rows), width=140)
