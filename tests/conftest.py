@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from adaptivit.evaluation.evaluate import Result
 from adaptivit.experiments.sweep import report, run
+from adaptivit.training import log_plots
 from adaptivit.training.config import TrainConfig
 from tests.support.sweeps import result
 
@@ -38,7 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem != "test_hopper")
 
 
-# -- trials of a sweep that only say that they ran ------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training draws no picture, which would take half of its time; test_curves.py draws, and forked processes do."""
+    monkeypatch.setattr(log_plots, "draw", lambda *_: b"")
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ import torch
 
 from adaptivit import policies
 from adaptivit.kernels import launch
+from tests.support.fused import WARNINGS
 from tests.support.interpreter import here
 from tests.support.models import assert_close, pictures, tiny
 
+pytestmark = WARNINGS
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "static": [{}],
     "aht": [
@@ -38,7 +40,7 @@ def test_no_policy_is_left_out() -> None:
 
 
 def run_compiled(policy: str, given: dict[str, Any], layout: str) -> None:
-    model, images = tiny(policy, **given), pictures(2)
+    model, images = tiny(policy, more={"embed_dim": 48, "depth": 4}, **given), pictures(2)
     choice = model._choose(layout, images.device)
     torch._dynamo.reset()
     quick = torch.compile(lambda x: model._run(choice, x).logits, fullgraph=True, dynamic=False, backend="eager")
@@ -57,4 +59,4 @@ def test_a_masked_pass_is_one_graph(policy: str, given: dict[str, Any]) -> None:
 def test_a_pass_of_kernels_is_one_graph(policy: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the layout of the GPU, which waits for no count."""
     monkeypatch.setattr(launch, "on_cpu", True)
-    run_compiled(policy, {"more": {"embed_dim": 48, "depth": 4}} | given, "auto")
+    run_compiled(policy, given, "auto")

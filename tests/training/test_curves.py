@@ -21,6 +21,11 @@ from tests.support.data_sets import split_folder
 LOSSES = ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ponder", 0.01, "--epochs", 2)
 
 
+@pytest.fixture
+def _no_curves() -> None:
+    """Here they are drawn."""
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("curves")

@@ -58,18 +58,6 @@ def torchrun(
         return run.returncode, out.read(), wrong.read()
 
 
-def test_torchrun_ends_in_the_weights_of_one_process(tmp_path: Path) -> None:
-    where = split_folder(tmp_path / "in")
-    more = (*PLAIN, "--policy", "static")
-    assert train(where, tmp_path / "one", *more) == 0
-    words = ("--data", where, "--out", tmp_path / "two", "--device", "cpu", *SMALL, *more)
-    code, said, wrong = torchrun("train", *words)
-    assert code == 0, wrong[-3000:]
-    assert said.count("saved") == 1, "one process speaks"
-    assert_close_weights(tmp_path / "one", tmp_path / "two")
-    assert [r["step"] for r in log(tmp_path / "two") if r["kind"] == "train"] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("policy", ["static", "aht", "avit"])
 def test_two_processes_train_every_policy(tmp_path: Path, policy: str) -> None:
     """With `aht` the planners get no gradient from the task loss, and are parameters all the same."""
@@ -299,7 +287,7 @@ def test_torchrun_starts_a_killed_run_again_where_it_was(tmp_path: Path, where: 
     words = ("--data", where, "--out", out, "--device", "cpu", *SMALL, *KILLED)
     code, said, wrong = torchrun("train", *words, options=("--max-restarts", 1), meanwhile=kill)
     assert code == 0, wrong[-3000:]
-    assert "saved" in said
+    assert said.count("saved") == 1, "one process speaks"
     assert "resumed after step" in wrong
     assert_same_curve(whole, out)
     assert_close_weights(whole, out, 1e-6)
