@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from .. import __version__
 from ..budget import control
 from ..budget import curve as budgets
 from ..budget.curve import Calibration, Point
@@ -29,8 +24,11 @@ from ..evaluation.predict import find_images
 from ..factory import load
 from ..model import AdaptiveViT
 from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
+from ..utils.console import bar, screen_table, show
 from ..utils.csv import csv_text
+from ..utils.environment import summary
 from ..utils.hardware import device_name, device_of
+from ..utils.plotting import ACCENT, DASHED, INK, MUTED, add_axes, grid, headline, label_axes, new_figure, png_bytes
 from ..utils.text import signed_percent
 from .calibrate_config import CalibrateConfig
 
@@ -38,36 +36,23 @@ FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cos
 
 
 def run(config: CalibrateConfig) -> None:
-    """The command."""
+    """Measure the curve, check it on other images, and write it."""
     if config.budget is not None:
-        budgets.parse(config.budget)  # a mistake is said before anything runs
-    model, device = load(config.checkpoint).float(), device_of(config.device)
+        budgets.parse(config.budget)
+    model = load(config.checkpoint).float().to(device_of(config.device))
     images, others = _images(config.data), None if config.check is None else _images(config.check)
-    model = model.to(device)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("calibrate", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with bar("calibrate") as progress:
         limit = config.limit or _enough(model, images, config, progress)
-        seen, unseen = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))
-        first, second = (_tensors(model, part, config) for part in (seen, unseen))
-        curve = model.calibrate(
-            first,
-            config.budget,
-            batch_size=config.batch_size,
-            latency_batch=config.latency_batch,
-            progress=progress,
-        )
+        first, second = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))
+        known, unseen = (_tensors(model, part, config) for part in (first, second))
+        sizes: dict[str, Any] = {"batch_size": config.batch_size, "latency_batch": config.latency_batch}
+        curve = model.calibrate(known, config.budget, **sizes, progress=progress)
         own = [] if config.budget is None or budgets.parse(config.budget).free else [config.budget]
         asked = list(dict.fromkeys([*own, *curve.tenths()]))
-        rows = check(model, second, asked, config.batch_size, progress)
+        rows = check(model, unseen, asked, config.batch_size, progress)
     place = Path(config.out or config.checkpoint)
     _store(config, curve, model, rows)
-    console = Console(width=None if Console().is_terminal else 110)
-    console.print(table(curve, rows, sum(map(len, second)), config))
+    show(table(curve, rows, sum(map(len, unseen)), config))
     for line in notes(model, curve):
         print(line)
     print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
@@ -139,94 +124,69 @@ def _store(config: CalibrateConfig, curve: Calibration, model: AdaptiveViT, rows
 
 
 def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
-    """What the table does not say."""
-    said = []
+    """Lines below the table: steps, milliseconds, a warning, the budget that was set."""
+    lines = []
     if not curve.continuous:
-        said.append(f"{curve.dial} fixes how many tokens stay: a budget is met by the nearest step below it")
+        lines.append(f"{curve.dial} fixes how many tokens stay: a budget is met by the nearest step below it")
     if curve.latency is not None:
         slow, fast = curve.latency.points[0][1], curve.latency.points[-1][1]
-        said.append(
+        lines.append(
             f"milliseconds hold for {curve.latency.images} of {curve.latency.dtype} on {curve.latency.device}, "
             f"{curve.latency.layout}: {slow:.3g} ms down to {fast:.3g} ms"
         )
     device = next(model.parameters()).device
-    doubt = curve.accuracy_warning(model.budget, device_name(device))
-    if doubt is not None:
-        said.append(f"note: {doubt}")
+    warning = curve.accuracy_warning(model.budget, device_name(device))
+    if warning is not None:
+        lines.append(f"note: {warning}")
     if model.budget is not None:
-        said.append(f"budget {model.budget}: {curve.dial} = {model._position(device):.5g}")
-    return said
+        lines.append(f"budget {model.budget}: {curve.dial} = {model._position(device):.5g}")
+    return lines
 
 
 def table(curve: Calibration, rows: Sequence[Check], images: int, config: CalibrateConfig) -> Table:
-    made = Table(title=f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others")
+    """The budgets that were checked on images that the curve has not seen."""
     names = ("budget", curve.dial, "live tokens", "GMACs asked for", "GMACs", "against static", "error", "expected")
-    for name in names:
-        made.add_column(name, justify="right")
+    cells = []
     for row in rows:
-        made.add_row(
-            row.budget,
-            f"{row.position:.4f}",
-            f"{row.point.live:.1f}",
+        error = curve.error(row.wanted)
+        expected = "?" if error is None else f"±{100 * error:.2f} %" if curve.continuous else "a step"
+        cost = (
             f"{row.wanted / 1e9:.4f}",
             f"{row.point.macs / 1e9:.4f}",
             signed_percent(row.point.macs / curve.static - 1),
-            f"{100 * row.error:+.2f} %",
-            _expected(curve, row.wanted),
         )
-    return made
-
-
-def _expected(curve: Calibration, macs: float) -> str:
-    """How well a budget is met on new images, by what the curve knows of itself."""
-    error = curve.error(macs)
-    return "?" if error is None else f"±{100 * error:.2f} %" if curve.continuous else "a step"
+        place = (row.budget, f"{row.position:.4f}", f"{row.point.live:.1f}")
+        cells.append((*place, *cost, f"{100 * row.error:+.2f} %", expected))
+    title = f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others"
+    return screen_table(title, cells, names, left=0)
 
 
 def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, model: AdaptiveViT) -> str:
     """The curve's points, then the budgets checked on unseen images."""
-    names = ("kind", "budget", "knob", "position", "live", "gmacs_asked", "gmacs", "gmacs_sd", "gmacs_static")
-    errors = ("error", "expected_error")
+    columns = ("kind", "budget", "dial", "position", "live", "gmacs_asked", "gmacs", "gmacs_sd", "gmacs_static")
     where = {
         "images": curve.images,
         "data": config.data,
         "check": config.check or "",
         "policy": model.policy_name,
         "device": device_name(next(model.parameters()).device),
-        "date": datetime.date.today().isoformat(),
-        "adaptivit": __version__,
-        "torch": torch.__version__,
     }
-    lines: list[dict[str, Any]] = [
-        {"kind": "curve", "position": p.position, "live": p.live, "gmacs": p.macs / 1e9, "gmacs_sd": _sd(p)}
-        for p in curve.points
-    ]
-    lines += [
-        {
-            "kind": "unseen",
-            "budget": row.budget,
-            "position": row.position,
-            "live": row.point.live,
-            "gmacs_asked": row.wanted / 1e9,
-            "gmacs": row.point.macs / 1e9,
-            "gmacs_sd": _sd(row.point),
-            "error": row.error,
-            "expected_error": curve.error(row.wanted),
-        }
-        for row in rows
-    ]
-    same = {"knob": curve.dial, "gmacs_static": curve.static / 1e9}
-    return csv_text([same | line | where for line in lines], [*names, *errors], digits=8)
+    lines: list[dict[str, Any]] = [{"kind": "curve", "position": p.position, **_cost(p)} for p in curve.points]
+    for row in rows:
+        asked = {"kind": "unseen", "budget": row.budget, "position": row.position, "gmacs_asked": row.wanted / 1e9}
+        errors = {"error": row.error, "expected_error": curve.error(row.wanted)}
+        lines.append(asked | _cost(row.point) | errors)
+    same = {"dial": curve.dial, "gmacs_static": curve.static / 1e9} | where | summary()
+    return csv_text([same | line for line in lines], [*columns, "error", "expected_error", *where], digits=8)
 
 
-def _sd(point: Point) -> float | None:
-    return None if point.spread is None else point.spread / 1e9
+def _cost(point: Point) -> dict[str, Any]:
+    spread = None if point.spread is None else point.spread / 1e9
+    return {"live": point.live, "gmacs": point.macs / 1e9, "gmacs_sd": spread}
 
 
 def picture(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT) -> bytes:
     """MACs against the position of the dial: the curve, and the budgets checked on unseen images."""
-    from ..utils.plotting import ACCENT, DASHED, INK, MUTED, add_axes, grid, headline, label_axes, new_figure, png_bytes
-
     figure = new_figure(1000, 640)
     axes = add_axes(figure, 96, 84, 1000 - 96 - 40, 640 - 84 - 110)
     x, y = [p.position for p in curve.points], [p.macs / 1e9 for p in curve.points]

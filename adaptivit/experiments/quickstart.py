@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +11,14 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor, nn
 
-from .. import __version__
 from ..backbones.build import DIGITS_VIT
 from ..backbones.preprocessing import Preprocessing
 from ..data.dataset import Loaded
 from ..data.digits import MEAN, PATCH, SIZE, STD, Digits, visible
 from ..evaluation.evaluate import Result, evaluate, paired_difference
+from ..evaluation.timing import Timing, interleaved
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
@@ -31,6 +27,8 @@ from ..training.optim import adamw
 from ..training.run import objective
 from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
+from ..utils.console import screen_table
+from ..utils.environment import summary
 from ..utils.plotting import halting_maps, layer_curve
 from ..visualize.html import Picture, write_report
 from .quickstart_config import QuickstartConfig
@@ -56,24 +54,46 @@ class Row:
 
     name: str
     result: Result
-    ms: float  # per image
-    spread: float
+    time: Timing
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        macs = self.result.gmacs_static if self.name.endswith("masked") else self.result.gmacs
+        return {
+            "model": self.name,
+            "top-1 %": round(self.result.score, 2),
+            "MMACs": round(1e3 * macs, 2),
+            "mean depth": round(self.result.mean_depth, 2),
+            "ms/image": round(1e3 / self.time.images_per_second, 3),
+        }
 
 
 def quickstart(config: QuickstartConfig) -> None:
     """adaptivit quickstart"""
-    console, begun = Console(), time.perf_counter()
-    out = Path(config.out)
+    console, begun, out = Console(), time.perf_counter(), Path(config.out)
     digits = Digits.load(few=config.fast)
     console.print("[bold]adaptivit quickstart[/]: handwritten digits on a noisy canvas, 64 patches a picture\n")
-    with _bars(console) as bars:
+    columns = (TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=console) as bars:
         static = _train_static(config, digits, bars)
         adaptive = _train_adaptive(config, digits, bars, static)
         test = digits.testing()
         rows = _measure(static, adaptive, test, bars, repeats=2 if config.fast else 15)
     seconds = time.perf_counter() - begun
-    console.print(_table(rows))
-    _verdict(console, rows)
+    forms = {"top-1 %": ".2f", "MMACs": ".1f", "mean depth": ".2f", "ms/image": ".3f"}
+    speeds = ["", *(f"{row.time.speed(rows[0].time):.2f}x" for row in rows[1:])]
+    lines = [
+        [row.name, *(format(row.cells[name], form) for name, form in forms.items()), speed]
+        for row, speed in zip(rows, speeds, strict=True)
+    ]
+    console.print(screen_table("test digits, every one at four places", lines, ("model", *forms, "speed")))
+    difference, half, n = paired_difference(rows[2].result, rows[0].result)
+    console.print(
+        f"AHT-ViT does [bold]{100 * rows[2].result.saved:.0f} % less[/] work than static at "
+        f"{difference:+.2f} ± {half:.2f} points of accuracy (paired, 95 %, {n} pictures) and takes "
+        f"[bold]{1 / rows[2].time.speed(rows[0].time):.2f}[/] of its time. Masking alone saves nothing: it computes "
+        "every token."
+    )
     static.save_pretrained(out / "static")
     adaptive.save_pretrained(out / "aht")
     _write(out, config, rows, adaptive, test[0], seconds)
@@ -131,59 +151,17 @@ def _train(
 
 
 def _measure(static: AdaptiveViT, adaptive: AdaptiveViT, test: list[Any], bars: Progress, repeats: int) -> list[Row]:
-    """Accuracy on the test digits, and time per image: the contenders take turns, so that noise hits all alike."""
+    """Accuracy on the test digits, and time in turn on one batch of them."""
     contenders = {
         "static": (static, "packed"),
         "AHT-ViT, masked": (adaptive, "masked"),
         "AHT-ViT, packed": (adaptive, "packed"),
     }
     results = {name: evaluate(model, test, layout=layout) for name, (model, layout) in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
     images = test[0].images
-    task = bars.add_task("timing             ", total=repeats, figures="")
-    with torch.inference_mode():
-        for turn in range(repeats + 1):
-            for name, (model, layout) in contenders.items():
-                start = time.perf_counter()
-                model(images, layout=layout)
-                if turn:  # the first turn warms up
-                    times[name].append((time.perf_counter() - start) / len(images) * 1e3)
-            if turn:
-                bars.update(task, advance=1, figures=f"{len(images)} images a batch")
-    return [Row(n, results[n], _median(t), max(t) - min(t)) for n, t in times.items()]
-
-
-def _median(values: list[float]) -> float:
-    return float(torch.tensor(values).median())
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table(title="test digits, every one at four places", title_justify="left")
-    for name in ("model", "top-1 %", "MMACs", "mean depth", "ms/image", "speed"):
-        table.add_column(name, justify="left" if name == "model" else "right")
-    first = rows[0]
-    for row in rows:
-        macs = row.result.gmacs_static if row.name.endswith("masked") else row.result.gmacs
-        speed = "" if row is first else f"{first.ms / row.ms:.2f}x"
-        table.add_row(
-            row.name,
-            f"{row.result.metrics['top1']:.2f}",
-            f"{1e3 * macs:.1f}",
-            f"{row.result.mean_depth:.2f} of {len(row.result.live)}",
-            f"{row.ms:.3f}",
-            speed,
-        )
-    return table
-
-
-def _verdict(console: Console, rows: list[Row]) -> None:
-    static, packed = rows[0], rows[2]
-    difference, half, n = paired_difference(packed.result, static.result)
-    console.print(
-        f"AHT-ViT does [bold]{100 * packed.result.saved:.0f} % less[/] work than static at "
-        f"{difference:+.2f} ± {half:.2f} points of accuracy (paired, 95 %, {n} pictures) and takes "
-        f"[bold]{packed.ms / static.ms:.2f}[/] of its time. Masking alone saves nothing: it computes every token."
-    )
+    task = bars.add_task("timing             ", total=repeats, figures=f"{len(images)} images a batch")
+    times = interleaved(contenders, images, repeats, progress=lambda done: bars.update(task, completed=done))
+    return [Row(name, results[name], times[name]) for name in contenders]
 
 
 def _write(
@@ -205,24 +183,8 @@ def _write(
     packed, static = rows[2], rows[0]
     live, total = packed.result.live, model.shape.tokens
     every = depth.flatten().numpy()
-    environment = {
-        "adaptivit": __version__,
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-        "CPU threads": torch.get_num_threads(),
-        "seed": config.seed,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    table = [
-        {
-            "model": row.name,
-            "top-1 %": round(row.result.score, 2),
-            "MMACs": round(1e3 * (row.result.gmacs_static if "masked" in row.name else row.result.gmacs), 2),
-            "mean depth": round(row.result.mean_depth, 2),
-            "ms/image": round(row.ms, 3),
-        }
-        for row in rows
-    ]
+    environment = summary(**{"CPU threads": torch.get_num_threads(), "seed": config.seed})
+    table = [row.cells for row in rows]
     write_bytes(out / "halting_maps.png", maps)
     write_json(out / "results.json", {"rows": table, "seconds": seconds, "environment": environment})
     write_report(
@@ -233,7 +195,7 @@ def _write(
         summary=[
             (f"−{100 * packed.result.saved:.0f} %", "work, against the static model"),
             (f"{packed.result.metrics['top1']:.1f} %", f"top-1; static has {static.result.metrics['top1']:.1f} %"),
-            (f"{static.ms / packed.ms:.2f}×", "as fast as static on this CPU"),
+            (f"{packed.time.speed(static.time):.2f}×", "as fast as static on this CPU"),
             (f"{packed.result.mean_depth:.1f} of {layers}", "blocks a patch goes through"),
         ],
         table=table,
@@ -273,10 +235,3 @@ def _one_of_each(labels: Tensor, count: int) -> list[int]:
         first.setdefault(label, []).append(i)
     turns = [group[k] for k in range(2) for _, group in sorted(first.items()) if len(group) > k]
     return turns[:count]
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=console) as bars:
-        yield bars
