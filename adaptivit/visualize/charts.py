@@ -33,8 +33,8 @@ from ..utils.plotting import (
     live_bars,
     new_figure,
 )
-from .collect import Seen
-from .statistics import correlation, mean_and_half, wilson
+from .collect import Array, Seen
+from .statistics import correlations, mean_and_half, wilson
 
 if TYPE_CHECKING:
     from .importance import Importance
@@ -62,7 +62,8 @@ def _per_cent(axes: Any) -> None:
     grid(axes)
 
 
-def _written(r: float) -> str:
+def _correlation(x: Array, y: Array) -> str:
+    r, _ = correlations(x, y)
     return f"correlation {'undefined' if math.isnan(r) else f'{r:.2f}'}"
 
 
@@ -170,7 +171,7 @@ def planned(seen: Seen, stage: int) -> Any:
         axis.set_major_locator(MaxNLocator(7, integer=True))
     detail = "no live patches"
     if len(plan):
-        detail = f"executed − planned {np.mean(done - plan):+.1f}, {_written(correlation(plan, done))}"
+        detail = f"executed − planned {np.mean(done - plan):+.1f}, {_correlation(plan, done)}"
     headline(axes, f"Plan made after block {plans.stages[stage]}", detail)
     return figure
 
@@ -185,7 +186,7 @@ def confidence(seen: Seen) -> Any:
     axes.scatter(x[~right], y[~right], color=WRONG, marker="x", linewidths=1.2, **common)
     _per_cent(axes)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    detail = f"{len(seen)} images, {_written(correlation(x, y))}"
+    detail = f"{len(seen)} images, {_correlation(x, y)}"
     if seen.correct is not None:
         detail += f"; ● right, × wrong ({int((~right).sum())})"
     headline(axes, "Depth and confidence", detail)

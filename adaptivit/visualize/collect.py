@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..data.dataset import Images, Labelled, Sample, batches, for_evaluation, in_order, rgb
-from ..decision import AppliedDecision, Drop, Merge, Skip, Trace
+from ..decision import Drop, Merge, Skip, Trace
 from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
@@ -310,19 +310,9 @@ def merged(trace: Trace) -> Tensor | None:
     own = torch.arange(slots, device=trace.attended.device).expand(images, slots)
     now, after = own, []
     for layer in range(layers):
-        for step in trace.steps:
-            if step.layer == layer:
-                now = _moved(now, own, step)
+        for decision in (step.decision for step in trace.steps if step.layer == layer):
+            if isinstance(decision, (Merge, Drop)):
+                goes = decision.target if isinstance(decision, Merge) else torch.where(decision.leaving, -1, own)
+                now = torch.where(now < 0, now, goes.gather(1, now.clamp_min(0)))
         after.append(now)
     return torch.stack(after)
-
-
-def _moved(now: Tensor, own: Tensor, step: AppliedDecision) -> Tensor:
-    decision = step.decision
-    if isinstance(decision, Merge):
-        goes = decision.target
-    elif isinstance(decision, Drop):
-        goes = torch.where(decision.leaving, -1, own)
-    else:
-        return now
-    return torch.where(now < 0, now, goes.gather(1, now.clamp_min(0)))

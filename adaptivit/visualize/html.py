@@ -20,7 +20,8 @@ from ..utils.atomic_io import write_text
 
 _NUMERIC = re.compile(r"[<>≈~±+\u2212-]?\s*[\d.]")
 _MISSING = "—"
-STYLE = (Path(__file__).parent / "html.css").read_text()
+_HERE = Path(__file__).parent
+STYLE = (_HERE / "html.css").read_text()
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,20 @@ def page(
 ) -> str:
     """A whole page. main, footer, header and attributes (of <html>) are HTML; only `script` may run, by its hash."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _PAGE.format(
-        title=escaped(title),
-        style=STYLE + style,
-        mark=_MARK,
-        lead=f'<p class="lead">{prose(lead)}</p>' if lead else "",
-        main=main,
-        footer=footer,
-        header=header,
-        attributes=f" {attributes}" if attributes else "",
-        policy="style-src 'unsafe-inline'" + (f"; script-src 'sha256-{digest}'" if script else ""),
-        script=f"<script>{script}</script>\n" if script else "",
+    return (
+        (_HERE / "html_page.html")
+        .read_text()
+        .format(
+            title=escaped(title),
+            style=STYLE + style,
+            lead=f'<p class="lead">{prose(lead)}</p>' if lead else "",
+            main=main,
+            footer=footer,
+            header=header,
+            attributes=f" {attributes}" if attributes else "",
+            policy="style-src 'unsafe-inline'" + (f"; script-src 'sha256-{digest}'" if script else ""),
+            script=f"<script>{script}</script>\n" if script else "",
+        )
     )
 
 
@@ -108,9 +112,10 @@ def table_of(rows: Sequence[Mapping[str, object]], caption: str) -> str:
     if not columns:
         return ""
     cells = {key: _column([row.get(key) for row in rows]) for key in columns}
-    kind = {key: ' class="n"' if i and _numeric(cells[key]) else "" for i, key in enumerate(columns)}
-    head = "".join(f'<th scope="col"{kind[key]}>{escaped(key)}</th>' for key in columns)
     first, *rest = columns
+    numeric = [key for key in rest if all(cell == _MISSING or _NUMERIC.match(cell) for cell in cells[key])]
+    kind = {key: ' class="n"' if key in numeric else "" for key in columns}
+    head = "".join(f'<th scope="col"{kind[key]}>{escaped(key)}</th>' for key in columns)
     body = "".join(
         f'<tr><th scope="row">{escaped(cells[first][i])}</th>'
         + "".join(f"<td{kind[k]}>{escaped(cells[k][i])}</td>" for k in rest)
@@ -134,17 +139,13 @@ def _column(values: Sequence[object]) -> list[str]:
 
 
 def _cell(value: object, decimals: int) -> str:
+    if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+        return _MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Integral):
         return f"{int(value):,}"
-    if isinstance(value, float):
-        return f"{value:,.{decimals}f}" if math.isfinite(value) else _MISSING
-    return _MISSING if value is None or value == "" else str(value)
-
-
-def _numeric(cells: Sequence[str]) -> bool:
-    return all(cell == _MISSING or _NUMERIC.match(cell) for cell in cells)
+    return f"{value:,.{decimals}f}" if isinstance(value, float) else str(value)
 
 
 def _picture(picture: Picture) -> str:
@@ -179,38 +180,3 @@ def footer(command: str, environment: Mapping[str, object]) -> str:
         facts = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(v)}</dd></div>" for k, v in environment.items())
         parts.append(f'<h2>Environment</h2><dl class="facts">{facts}</dl>')
     return f"<footer>{''.join(parts)}</footer>" if parts else ""
-
-
-# Nine patches of different depths.
-_MARK = (
-    '<svg viewBox="0 0 17 17" width="20" height="20" aria-hidden="true" focusable="false"><g fill="currentColor">'
-    + "".join(
-        f'<rect x="{6 * (i % 3)}" y="{6 * (i // 3)}" width="5" height="5" rx="1.2" opacity="{opacity}"/>'
-        for i, opacity in enumerate((0.2, 0.45, 0.2, 0.45, 1, 0.75, 0.2, 0.75, 0.2))
-    )
-    + "</g></svg>"
-)
-
-_PAGE = """<!doctype html>
-<html lang="en"{attributes}>
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; {policy}">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<p class="brand">{mark}adaptivit{header}</p>
-<h1>{title}</h1>
-{lead}
-</header>
-<main>
-{main}
-</main>
-{footer}
-{script}</body>
-</html>
-"""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..model import AdaptiveViT
 from .collect import Array, Progress, Seen
-from .statistics import correlation, ranks
+from .statistics import correlations
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,11 @@ def leave_one_out(
     return Importance(scores.blocks, pearson, spearman, which, chosen, change, tokens)
 
 
-def correlations(x: Array, y: Array) -> tuple[float, float]:
-    """Pearson's and Spearman's."""
-    pearson = correlation(x, y)
-    return pearson, pearson if np.isnan(pearson) else correlation(ranks(x), ranks(y))
-
-
 def _rows(model: AdaptiveViT, image: Tensor) -> list[Tensor]:
     """[1, N, D] before every block and after the last, with every token in every block."""
     first = next(model.parameters())
-    rows = [model.backbone.embed(image[None].to(first.device, first.dtype))]
-    for block in model.backbone.blocks:
-        rows.append(block(rows[-1]))
-    return rows
+    rows = model.backbone.embed(image[None].to(first.device, first.dtype))
+    return list(accumulate(model.backbone.blocks, lambda rows, block: block(rows), initial=rows))
 
 
 def _without(model: AdaptiveViT, rows: Tensor, left: Array, block: int, target: Tensor) -> Tensor:

@@ -72,25 +72,27 @@ def drawn(points: Sequence[Point], detail: str = "", reference: str = "static") 
     """The figure of pareto()."""
     if not points:
         raise UserError("Expected at least one method to plot, got none.")
-    timed = all(p.speed is not None for p in points)
+    speeds = [p.speed for p in points if p.speed is not None]
+    timed = len(speeds) == len(points)
     width = _LEFT + _PLOT + _RIGHT
-    colours = _colours(points)
+    spare = itertools.cycle(SPARE)
+    colours = {policy: colour_of(policy) or next(spare) for policy in dict.fromkeys(p.policy for p in points)}
     rows = math.ceil((len(colours) + 1) / ((width * (1 + timed) - 60) // 150)) if len(colours) > 1 else 0
     below = _BELOW + _ROW * rows + 10 * bool(rows)
     figure = new_figure(width * (1 + timed), below + _HEIGHT + _ABOVE)
     if rows:
         _legend(figure, colours, math.ceil((len(colours) + 1) / rows))
     level = next((p.top1 for p in points if p.label == reference), None)
-    unit = 1e3 if max(p.gmacs for p in points) < 0.1 else 1.0
+    unit, name = (1e3, "MMACs") if max(p.gmacs for p in points) < 0.1 else (1.0, "GMACs")
     axes = add_axes(figure, _LEFT, below, _PLOT, _HEIGHT)
     _Panel(axes, points, [unit * p.gmacs for p in points], colours, level, cheap=True).draw()
-    label_axes(axes, f"{'GMACs' if unit == 1 else 'MMACs'} an image (less is cheaper)")
+    label_axes(axes, f"{name} an image (less is cheaper)")
     headline(axes, "Accuracy against work", detail)
     note = axes.annotate(_bars(points, reference), (0, 1), xycoords="axes fraction", color=MUTED, **_PIXELS)
     note.set(position=(0, 10), fontsize=8)
     if timed:
         axes = add_axes(figure, width + _LEFT, below, _PLOT, _HEIGHT)
-        _Panel(axes, points, [p.speed or 0.0 for p in points], colours, level, cheap=False).draw()
+        _Panel(axes, points, speeds, colours, level, cheap=False).draw()
         log = ", log scale" if axes.get_xscale() == "log" else ""
         label_axes(axes, f"images/s, measured{log} (more is faster)")
         headline(axes, "Accuracy against measured speed", "compact layout, all models in turn, median")
@@ -121,11 +123,6 @@ def colour_of(policy: str) -> str:
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------
-def _colours(points: Sequence[Point]) -> dict[str, str]:
-    spare = itertools.cycle(SPARE)
-    return {policy: colour_of(policy) or next(spare) for policy in dict.fromkeys(p.policy for p in points)}
-
-
 def _bars(points: Sequence[Point], reference: str) -> str:
     kinds = {p.paired for p in points if p.high > p.low}
     what = f"the paired difference from {reference}" if True in kinds else "top-1"

@@ -24,24 +24,20 @@ from .collect import Array, Seen
 CELL = 8
 TILE = 224  # pixels across one image of a sheet
 DIM = 0.6  # brightness of a halted patch's colour: live patches are bright
-_VEIL, _HALTED, _TINT = 0.88, 0.7, 0.8  # how much a skipped, a halted, a planned patch is covered
+_VEIL, _HALTED, _TINT = 224, 178, 204  # opacity of 255 over a skipped, a halted, a planned patch
 _SKIPPED = (206, 213, 223)  # pale, and neither the white nor the grey of a photograph
 _DROPPED = (24, 26, 30)
 _LINE = (255, 255, 255, 190)  # around merged regions
 
 EXTREMES = ("Easiest: the fewest blocks", "Hardest: the most blocks")
-VIEWS = {"tokens": "Tokens at work", "groups": "Merged regions", "plan": "Planned depth"}
+VIEWS = {"groups": "Merged regions", "tokens": "Tokens at work", "plan": "Planned depth"}
 
 
 # -- overlays -------------------------------------------------------------------------------------------------------
 def views(seen: Seen) -> list[str]:
-    """The kinds of overlay that this policy has."""
-    return ["tokens", *(["groups"] if seen.groups is not None else []), *(["plan"] if seen.plans is not None else [])]
-
-
-def first_view(seen: Seen) -> str:
-    """The kind that says most."""
-    return "tokens" if seen.groups is None else "groups"
+    """The kinds of overlay that this policy has; the report opens with the first."""
+    has = {"groups": seen.groups is not None, "tokens": True, "plan": seen.plans is not None}
+    return [view for view in VIEWS if has[view]]
 
 
 def overlay(seen: Seen, index: int, layer: int, view: str = "tokens") -> Array:
@@ -50,8 +46,9 @@ def overlay(seen: Seen, index: int, layer: int, view: str = "tokens") -> Array:
         raise UserError(f"view: {seen.policy} has {', '.join(views(seen))}, not {view!r}.")
     if not 0 <= layer < seen.layers:
         raise UserError(f"layer: expected 0..{seen.layers - 1}, got {layer}.")
-    make = {"tokens": _tokens, "groups": _groups, "plan": _plan}[view]
-    return make(seen, index, layer)
+    if view == "groups":
+        return _groups(seen, index, layer)
+    return _cells(seen, _plan(seen, index, layer) if view == "plan" else _tokens(seen, index, layer))
 
 
 def shades(values: Array, layers: int, light: float = 1.0) -> Array:
@@ -66,27 +63,29 @@ def _cells(seen: Seen, patches: Array) -> Array:
 
 
 def _tokens(seen: Seen, index: int, layer: int) -> Array:
-    """Patches that skip the block are veiled; those that have left have the colour of their depth."""
-    out = np.zeros((seen.attended.shape[-1], 4), np.uint8)
-    absent = ~seen.attended[layer, index]
+    """[P, 4] patches that skip the block are veiled; those that have left have the colour of their depth."""
+    out, absent = np.zeros((seen.attended.shape[-1], 4), np.uint8), ~seen.attended[layer, index]
     if seen.skips:
-        out[absent] = (*_SKIPPED, round(255 * _VEIL))
+        out[absent] = (*_SKIPPED, _VEIL)
     else:
         out[absent, :3] = shades(seen.depth[index][absent], seen.layers, DIM)
-        out[absent, 3] = round(255 * _HALTED)
-    return _cells(seen, out)
+        out[absent, 3] = _HALTED
+    return out
 
 
 def _plan(seen: Seen, index: int, layer: int) -> Array:
-    """The newest plan; patches that had halted by then are dark."""
+    """[P, 4] the newest plan; patches that had halted by then are dark."""
     assert seen.plans is not None
-    out = np.zeros((seen.attended.shape[-1], 4), np.uint8)
     made = [s for s, stage in enumerate(seen.plans.stages) if stage <= layer + 1]
-    if made:
-        live = seen.plans.live[made[-1], index]
-        out[:, :3] = np.where(live[:, None], shades(seen.plans.values[made[-1], index], seen.layers), _DROPPED)
-        out[:, 3] = round(255 * _TINT)
-    return _cells(seen, out)
+    if not made:
+        return np.zeros((seen.attended.shape[-1], 4), np.uint8)
+    plan, live = seen.plans.values[made[-1], index], seen.plans.live[made[-1], index]
+    return _tinted(np.where(live[:, None], shades(plan, seen.layers), _DROPPED))
+
+
+def _tinted(colours: Array) -> Array:
+    """[P, 3] -> [P, 4]"""
+    return np.insert(colours, 3, _TINT, axis=1).astype(np.uint8)
 
 
 def _groups(seen: Seen, index: int, layer: int) -> Array:
@@ -99,15 +98,15 @@ def _groups(seen: Seen, index: int, layer: int) -> Array:
     for number in np.unique(group):
         members = group == number
         if number < 0:
-            out[members] = (*_DROPPED, round(255 * _TINT))
+            out[members] = (*_DROPPED, _TINT)
         elif members.sum() > 1:
             out[members] = (*colours[members].mean(0).round().astype(np.uint8), 255)
             merged |= members
     cells = _cells(seen, out)
     group, merged = group.reshape(seen.grid), merged.reshape(seen.grid)
-    for top, left in np.argwhere((group[:-1] != group[1:]) & (merged[:-1] | merged[1:])) * CELL:
+    for top, left in CELL * np.argwhere((group[:-1] != group[1:]) & (merged[:-1] | merged[1:])):
         cells[top + CELL - 1, left : left + CELL] = _LINE
-    for top, left in np.argwhere((group[:, :-1] != group[:, 1:]) & (merged[:, :-1] | merged[:, 1:])) * CELL:
+    for top, left in CELL * np.argwhere((group[:, :-1] != group[:, 1:]) & (merged[:, :-1] | merged[:, 1:])):
         cells[top : top + CELL, left + CELL - 1] = _LINE
     return cells
 
@@ -243,9 +242,8 @@ def plans_of(seen: Seen, index: int) -> list[tuple[str, str, Array]]:
         depths = seen.plans.values[s, index][seen.plans.live[s, index]]
         mean = f"{depths.mean():.1f}" if len(depths) else "none live"
         made.append((f"plan after block {stage}", mean, overlay(seen, index, stage - 1, "plan")))
-    done = np.full((seen.attended.shape[-1], 4), round(255 * _TINT), np.uint8)
-    done[:, :3] = shades(seen.plans.halt[index], seen.layers)
-    return [*made, ("executed", f"{seen.plans.halt[index].mean():.1f}", _cells(seen, done))]
+    done = seen.plans.halt[index]
+    return [*made, ("executed", f"{done.mean():.1f}", _cells(seen, _tinted(shades(done, seen.layers))))]
 
 
 def plan_sheet(seen: Seen, indices: Sequence[int]) -> Image.Image:

@@ -121,7 +121,7 @@ def _pictures(found: Found) -> Iterator[tuple[str, Callable[[], bytes]]]:
         stem = f"images/{number:02d}_{safe}"
         for view in pictures.views(seen):
             yield picture(f"{stem}_{view}", pictures.strip, seen, index, view)
-        yield f"{stem}.gif", partial(pictures.animation, seen, index, pictures.first_view(seen))
+        yield f"{stem}.gif", partial(pictures.animation, seen, index, pictures.views(seen)[0])
 
 
 def _rows(seen: Seen) -> list[dict[str, Any]]:

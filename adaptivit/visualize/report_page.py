@@ -53,7 +53,7 @@ def report_page(found: Found, command: str = "", environment: Mapping[str, objec
         html.footer(command, environment or {}),
         style="\n".join(styles),
         script=(_HERE / "report_page.js").read_text(),
-        attributes=f'data-view="{pictures.first_view(seen)}"',
+        attributes=f'data-view="{pictures.views(seen)[0]}"',
         header='<button type="button" class="theme" hidden>Dark</button>',
     )
 
@@ -139,7 +139,7 @@ def _images(found: Found) -> str:
         parts.append(_about(f"{len(found.shown)} of {len(seen):,} images are shown; the figures are of all."))
     if len(views) > 1:
         choices = "".join(
-            f'<label><input type="radio" name="view" value="{v}"{" checked" if v == pictures.first_view(seen) else ""}>'
+            f'<label><input type="radio" name="view" value="{v}"{" checked" if v == views[0] else ""}>'
             f"<span>{pictures.VIEWS[v]}</span></label>"
             for v in views
         )
@@ -148,22 +148,22 @@ def _images(found: Found) -> str:
     return "".join([*parts, *(_key(seen, view) for view in views), f'<div class="shots">{shots}</div>'])
 
 
-def _key(seen: Seen, view: str) -> str:
+def _key(seen: Seen, view: str, style: str = "") -> str:
     """What the colours of a view mean."""
+    kind = f'class="key {view}"{style}'
     if view == "groups":
-        return f'<p class="key {view}">Patches inside a white line are one token, in the mean colour of its region.</p>'
+        return f"<p {kind}>Patches inside a white line are one token, in the mean colour of its region.</p>"
     if view == "tokens" and seen.skips:
-        return f'<p class="key {view}"><i class="veil"></i>Veiled patches skip this block.</p>'
-    words = (
-        "Patches that left, by the blocks that computed them" if view == "tokens" else "Planned depth (dark: halted)"
-    )
-    colours = pictures.shades(np.arange(seen.layers + 1), seen.layers, pictures.DIM if view == "tokens" else 1.0)
+        return f'<p {kind}><i class="veil"></i>Veiled patches skip this block.</p>'
+    planned = view == "plan"
+    words = "Planned depth (dark: halted)" if planned else "Patches that left, by the blocks that computed them"
+    colours = pictures.shades(np.arange(seen.layers + 1), seen.layers, 1.0 if planned else pictures.DIM)
     every = 1 if seen.layers <= 16 else 2 if seen.layers <= 32 else 4
     cells = "".join(
         f'<li><i style="background: rgb({r} {g} {b})"></i>{depth if depth % every == 0 else ""}</li>'
         for depth, (r, g, b) in enumerate(colours.tolist())
     )
-    return f'<div class="key {view}"><span>{words}</span><ol aria-hidden="true">{cells}</ol></div>'
+    return f'<div {kind}><span>{words}</span><ol aria-hidden="true">{cells}</ol></div>'
 
 
 def _shot(seen: Seen, index: int, views: Sequence[str]) -> str:
@@ -208,7 +208,7 @@ def _plans(found: Found) -> str:
         "Planners give every live patch a depth; halting scores carry it out. "
         "Patches that had halted before a plan was made are dark."
     )
-    key = _key(seen, "plan").replace('class="key plan"', 'class="key" style="display: flex"')
+    key = _key(seen, "plan", ' style="display: flex"')
     return f'{_about(words)}{key}<div class="plans">{"".join(rows)}</div>{_charts(found, "plans")}'
 
 

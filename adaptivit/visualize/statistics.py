@@ -24,18 +24,17 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return centre - half, centre + half
 
 
-def correlation(x: Array, y: Array) -> float:
-    """Pearson's; NaN for fewer than three pairs or where one side does not vary."""
+def correlations(x: Array, y: Array) -> tuple[float, float]:
+    """Pearson's and Spearman's; NaN for fewer than three pairs or where one side does not vary."""
     if len(x) < 3 or np.ptp(x) < 1e-12 or np.ptp(y) < 1e-12:
-        return float("nan")
-    return float(np.corrcoef(x, y)[0, 1])
+        return math.nan, math.nan
+    return float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(ranks(x), ranks(y))[0, 1])
 
 
 def ranks(values: Array) -> Array:
-    """Ranks from 1; equals share their mean. Their correlation is Spearman's."""
+    """Ranks from 1; equals share their mean."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
 def mean_and_half(values: Array) -> tuple[Array, Array]:
@@ -71,10 +70,11 @@ def by_class(seen: Seen, static: Seen | None = None) -> list[Row]:
 
 def gain_and_lose(rows: list[Row], count: int = 8) -> tuple[list[Row], list[Row]]:
     """The classes that gain most and those that lose most; of equals those with more images."""
-    ranked = sorted(rows, key=lambda r: (-r["change"], -r["images"], r["class"]))
-    gain = [r for r in ranked if r["change"] > 0][:count]
-    lose = [r for r in sorted(rows, key=lambda r: (r["change"], -r["images"], r["class"])) if r["change"] < 0][:count]
-    return gain, lose
+    gain, lose = (
+        sorted((r for r in rows if sign * r["change"] > 0), key=lambda r: (-abs(r["change"]), -r["images"], r["class"]))
+        for sign in (1, -1)
+    )
+    return gain[:count], lose[:count]
 
 
 def shallow_and_deep(rows: list[Row], count: int = 6) -> tuple[list[Row], list[Row]]:

@@ -24,7 +24,7 @@ from adaptivit.data.dataset import Labelled
 from adaptivit.decision import AppliedDecision, Drop, Merge, Trace
 from adaptivit.errors import DataError, UserError
 from adaptivit.model import AdaptiveViT
-from adaptivit.visualize import charts, collect, importance, report_folder, statistics
+from adaptivit.visualize import charts, collect, report_folder, statistics
 from adaptivit.visualize import pictures as paint
 from adaptivit.visualize.report_page import Found, report_page
 from tests.support.commands import refused, run
@@ -274,9 +274,9 @@ def test_shares_and_correlations() -> None:
     assert low == pytest.approx(0.4902, abs=1e-4)
     assert high == pytest.approx(0.9433, abs=1e-4)
     x = np.array([1.0, 2.0, 2.0, 5.0, 9.0])
-    assert importance.correlations(x, x**3)[1] == pytest.approx(1)
-    assert importance.correlations(x, -x)[0] == pytest.approx(-1)
-    assert np.isnan(importance.correlations(x, np.ones(5))).all()
+    assert statistics.correlations(x, x**3)[1] == pytest.approx(1)
+    assert statistics.correlations(x, -x)[0] == pytest.approx(-1)
+    assert np.isnan(statistics.correlations(x, np.ones(5))).all()
     assert statistics.ranks(x).tolist() == [1, 2.5, 2.5, 4, 5]
     mean, half = statistics.mean_and_half(np.array([[1.0, 3.0, np.nan], [np.nan] * 3]))
     assert mean[0] == 2
@@ -327,7 +327,7 @@ def test_leave_one_out_is_the_replay_of_a_single_drop(policy: str, kind: str) ->
         picked = found.chosen[s, 0][found.chosen[s, 0] >= 0]
         sign = -1 if seen.scores.stops else 1
         assert np.isfinite(seen.scores.values[s, 1, picked]).all()
-        expected = importance.correlations(sign * seen.scores.values[s, 1, picked], found.change[s, 0, : len(picked)])
+        expected = statistics.correlations(sign * seen.scores.values[s, 1, picked], found.change[s, 0, : len(picked)])
         np.testing.assert_equal((found.pearson[s, 0], found.spearman[s, 0]), expected)
 
 

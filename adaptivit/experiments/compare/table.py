@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ...utils.text import markdown_table
 from ...visualize.pareto import FEW, Point
+from ...visualize.statistics import wilson
 from .config import CompareConfig
 from .results import STATIC, TRAINED_ON, Row
 
@@ -23,10 +24,8 @@ _WIDEST = 40  # characters of a method on the screen, so that the table fits 120
 
 def interval(top1: float, images: int) -> tuple[float, float]:
     """Wilson's 95 % interval of an accuracy in %, which holds near 0 and 100 % too."""
-    z, p = 1.96, top1 / 100
-    centre = (p + z * z / (2 * images)) / (1 + z * z / images)
-    half = z / (1 + z * z / images) * math.sqrt(p * (1 - p) / images + z * z / (4 * images * images))
-    return 100 * (centre - half), 100 * (centre + half)
+    low, high = wilson(top1 / 100, images)
+    return 100 * low, 100 * high
 
 
 def headings(rows: Sequence[Row]) -> list[str]:
