@@ -17,34 +17,25 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 READ = ("config.json", "model.safetensors")
+_LIBRARY: dict[str, Any] = {"library_name": "adaptivit", "library_version": __version__}
 
 
 def from_pretrained(
     name: str | Path, *, revision: str | None = None, token: str | None = None, local_files_only: bool = False
 ) -> AdaptiveViT:
-    """The model of a checkpoint directory, or of a repository on the Hub (user/name), which is downloaded once.
+    """The model of a checkpoint directory, or of a repository on the Hub (user/name), downloaded once.
 
-    revision: a branch, tag or commit. local_files_only: take what was downloaded before and ask nobody.
+    revision: a branch, tag or commit. local_files_only: take what was downloaded before, without a request.
     """
     if Path(name).is_dir():
         return load(name)
     from huggingface_hub import snapshot_download
 
+    options: Any = {"revision": revision, "token": token, "local_files_only": local_files_only, **_LIBRARY}
     try:
-        place = snapshot_download(
-            str(name),
-            revision=revision,
-            token=token,
-            local_files_only=local_files_only,
-            allow_patterns=list(READ),
-            library_name="adaptivit",
-            library_version=__version__,
-        )
+        place = snapshot_download(str(name), allow_patterns=list(READ), **options)
     except Exception as error:  # a dozen kinds: no such name, no access, no network, no disk
-        raise WeightsError(
-            f"{name} is no directory, and it could not be had from the Hugging Face Hub "
-            f"({type(error).__name__}: {first_line(error).rstrip('.')})."
-        ) from None
+        raise WeightsError(f"{name} is no directory, and the Hugging Face Hub gave none ({_kind(error)}).") from None
     return load(place)
 
 
@@ -59,37 +50,35 @@ def push(
     token: str | None = None,
     **extra: Any,
 ) -> str:
-    """Make the repository (user/name) where there is none, and put the checkpoint there in one commit; its address.
+    """Make the repository (user/name) if there is none, put the checkpoint there in one commit; its address.
 
-    images and extra are those of save_pretrained.
+    images and extra are those of save_pretrained. A card that somebody else wrote stays.
     """
     from huggingface_hub import HfApi
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "checkpoint"
         checkpoint.save(model, place, extra, images, repo)
-        api = HfApi(token=token, library_name="adaptivit", library_version=__version__)
+        api = HfApi(token=token, **_LIBRARY)
         try:
             address = api.create_repo(repo, private=private, exist_ok=True)
-            api.upload_folder(
-                repo_id=address.repo_id,
-                folder_path=place,
-                revision=revision,
-                commit_message=message,
-                ignore_patterns=["README.md"] if _has_own_card(api, address.repo_id, revision) else None,
-            )
+            kept = ["README.md"] if _has_own_card(api, address.repo_id, revision) else None
+            options: Any = {"revision": revision, "commit_message": message, "ignore_patterns": kept}
+            api.upload_folder(repo_id=address.repo_id, folder_path=place, **options)
         except Exception as error:  # as above
             raise UserError(
-                f"{repo} could not be sent to the Hugging Face Hub ({type(error).__name__}: "
-                f"{first_line(error).rstrip('.')}). It wants a token that may write: hf auth login, or token=..."
+                f"{repo} could not be sent to the Hugging Face Hub ({_kind(error)}). It takes a token that may write: "
+                "hf auth login, or token=..."
             ) from None
     return str(address)
 
 
+def _kind(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+
+
 def _has_own_card(api: HfApi, repo: str, revision: str | None) -> bool:
-    """Whether somebody wrote the card that is there; it is not replaced then."""
     if not api.file_exists(repo, "README.md", revision=revision):
         return False
-    return model_card.MARK not in Path(api.hf_hub_download(repo, "README.md", revision=revision)).read_text(
-        errors="replace"
-    )
+    text = Path(api.hf_hub_download(repo, "README.md", revision=revision)).read_text(errors="replace")
+    return model_card.MARK not in text

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from timm.data.mixup import Mixup
 
-from ..checkpoint.format import refill
+from ..checkpoint.weights import refill
 from ..data import dataset
 from ..data.dataset import Labelled, Loaded, mix
 from ..data.gpu_pipeline import Source, evaluation_images, training_images

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 
-from ..checkpoint import format as checkpoint
+from ..checkpoint import weights as checkpoint
 from ..errors import NotFiniteError, UserError, WeightsError
 from ..evaluation.evaluate import Result
 from ..utils import environment

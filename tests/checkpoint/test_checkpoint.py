@@ -166,7 +166,7 @@ def test_results_stay_with_the_weights_that_they_were_measured_on(tmp_path: Path
 
 
 def test_notes_cannot_overrule_the_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'policy' is said by the model itself"):
+    with pytest.raises(UserError, match="'policy' is a field of the model itself"):
         tiny().save_pretrained(tmp_path / "saved", policy="aht")
     with pytest.raises(UserError, match=r"config\.json cannot hold .*Tensor"):
         tiny().save_pretrained(tmp_path / "saved", note=torch.ones(1))

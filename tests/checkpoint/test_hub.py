@@ -195,5 +195,5 @@ def test_a_directory_asks_nobody(hub: Hub, tmp_path: Path) -> None:
 
 def test_no_network_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(WeightsError, match="me/tiny is no directory, and it could not be had"):
+    with pytest.raises(WeightsError, match="me/tiny is no directory, and the Hugging Face Hub gave none"):
         adaptivit.from_pretrained("me/tiny")

@@ -1,0 +1,116 @@
+"""Weights: read from files without running code, checked against a model, put into it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from ..errors import WeightsError, first_line
+from ..model import AdaptiveViT
+from ..utils.sharded import like, whole
+
+HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+State = dict[str, Tensor]
+
+
+def tensors(model: AdaptiveViT) -> State:
+    """The model's state: timm's own keys for the backbone, `policy.` before the policy's. For a sharded model, every
+    process must call it."""
+    return {k.removeprefix("vit."): whole(v.detach()).contiguous() for k, v in model.state_dict().items()}
+
+
+def read_weights(path: str | Path) -> State:
+    """A state dict from a .safetensors or a .pth file; a pickle that would run code is refused."""
+    path = Path(path)
+    if not path.is_file():
+        raise WeightsError(f"Weights not found: {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            state: Any = load_file(str(path))
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can raise anything
+        if isinstance(error, pickle.UnpicklingError) and ("GLOBAL" in str(error) or "REDUCE" in str(error)):
+            raise WeightsError(
+                f"{path} holds more than weights and would run code on loading; it was not loaded. "
+                "Save a plain state dict, best as .safetensors."
+            ) from None
+        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
+    for wrapper in ("state_dict", "model", "state_dict_ema", "model_ema"):
+        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
+        raise WeightsError(f"{path} holds no state dict (expected a mapping of names to tensors).")
+    return {k.removeprefix("module."): v for k, v in state.items()}
+
+
+def check_fit(own: Mapping[str, Tensor], state: Mapping[str, Tensor], source: str) -> None:
+    """An error with the keys and shapes that do not fit."""
+    both = [(k, own[k], v) for k, v in state.items() if k in own]
+    found = {
+        "missing": [k for k in own if k not in state],
+        "unknown": [k for k in state if k not in own],
+        "other shape": [f"{k} (expected {[*a.shape]}, got {[*b.shape]})" for k, a, b in both if a.shape != b.shape],
+        "no weights": [f"{k} ({v.dtype})" for k, _, v in both if v.dtype not in _FLOATS],
+    }
+    problems = [
+        f"{what}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for what, names in found.items()
+        if names
+    ]
+    if problems:
+        raise WeightsError(f"The weights in {source} do not fit the model; " + "; ".join(problems) + ".")
+
+
+def fit_backbone(vit: VisionTransformer, state: State, source: str, *, replace_head: bool) -> None:
+    """Load timm-keyed weights: the position embedding is resized to the model's, the head replaced if asked to."""
+    own = vit.state_dict()
+    left_out = HEADS if replace_head else ()
+    state = {k: v for k, v in state.items() if not k.startswith("policy.") and k not in left_out}
+    state |= {k: own[k] for k in left_out if k in own}
+    position = state.get("pos_embed")
+    if position is not None and vit.pos_embed is not None and position.shape != vit.pos_embed.shape:
+        prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
+        patches = max(position.shape[1] - prefix, 0)
+        if position.ndim == 3 and position.shape[-1] == vit.embed_dim and int(patches**0.5) ** 2 == patches > 0:
+            grid = list(vit.patch_embed.grid_size)
+            state["pos_embed"] = resample_abs_pos_embed(position.float(), grid, num_prefix_tokens=prefix)
+    check_fit(own, state, source)
+    vit.load_state_dict({k: v.to(own[k].dtype) for k, v in state.items()})
+
+
+def fit_policy(model: AdaptiveViT, state: State, source: str) -> None:
+    """Load the policy's own weights."""
+    own = model.policy.state_dict()
+    check_fit(own, state, f"{source} (policy)")
+    model.policy.load_state_dict({k: v.to(own[k].dtype) for k, v in state.items()})
+
+
+def fill(model: AdaptiveViT, state: State, source: str, *, exact: bool = False) -> None:
+    """Put stored tensors into a model; `exact`: in the precision in which they were stored."""
+    check_fit({k.removeprefix("vit."): v for k, v in model.state_dict().items()}, state, source)
+    if exact:
+        for name, p in (*model.named_parameters(), *model.named_buffers()):
+            p.data = p.data.to(state[name.removeprefix("vit.")].dtype)
+    refill(model, {(k if k.startswith("policy.") else f"vit.{k}"): v for k, v in state.items()})
+
+
+def refill(model: AdaptiveViT, state: Mapping[str, Tensor]) -> None:
+    """Give a model, sharded or not, the weights of a whole state dict."""
+    own = model.state_dict()
+    model.load_state_dict({k: like(own[k], v.to(own[k].dtype)) for k, v in state.items()})
+
+
+def load_tensors(model: AdaptiveViT, directory: str | Path) -> None:
+    """Fill a model with the weights of a directory, in the model's own precision."""
+    path = Path(directory) / "model.safetensors"
+    fill(model, read_weights(path), str(path))
