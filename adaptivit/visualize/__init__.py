@@ -15,11 +15,13 @@ from .collect import Plans, Scores, Seen, data_set, look
 from .importance import Importance, leave_one_out
 from .pictures import animation, easy_and_hard, frames, maps, overlay, painted, plan_sheet, strip
 from .report_folder import report, write
+from .report_page import ReportData
 from .statistics import by_class, gain_and_lose, shallow_and_deep
 
 __all__ = [
     "Importance",
     "Plans",
+    "ReportData",
     "Scores",
     "Seen",
     "accuracy",

@@ -1,4 +1,4 @@
-"""Run a model over images and keep what it did with every patch, as plain arrays for pictures, charts and the report.
+"""Run a model over images and keep what it did with every patch, as plain arrays.
 
 Shapes: B images, L blocks, N slots, P = gh x gw patches in row order, S places where patches were scored.
 """
@@ -209,15 +209,8 @@ def look(
     progress: Progress | None = None,
 ) -> Seen:
     """Run a model over images and keep what it did with every patch."""
-    given = gather(images)
-    if labels is not None and len(labels) != len(given):
-        raise UserError(f"Expected one label an image: {len(given)} images, {len(labels)} labels.")
-    if len(given) == 0:
-        raise UserError("Expected at least one image, got none.")
-    if not model.shape.num_classifiers:
-        raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
-    labelled = labels is not None or isinstance(images, Labelled)
-    source = _Source(model, given if labels is None else replace(given, labels=labels))
+    given = _checked(model, gather(images), labels)
+    source, labelled = _Source(model, given), labels is not None or isinstance(images, Labelled)
     was_training, parts = model.training, list[dict[str, Array]]()
     for output, truth in _outputs(model.eval(), source, labelled, batch_size, progress):
         parts.append(_arrays(output) | {"labels": truth})
@@ -245,6 +238,17 @@ def look(
         source=source,
         **{key: arrays[key] for key in fields if key in arrays},
     )
+
+
+def _checked(model: AdaptiveViT, given: Labelled, labels: Sequence[int] | None) -> Labelled:
+    """The images with the labels that were given with them."""
+    if labels is not None and len(labels) != len(given):
+        raise UserError(f"Expected one label an image: {len(given)} images, {len(labels)} labels.")
+    if len(given) == 0:
+        raise UserError("Expected at least one image, got none.")
+    if not model.shape.num_classifiers:
+        raise UserError("This model has no classifier (num_classes = 0), so there is no prediction to show.")
+    return given if labels is None else replace(given, labels=labels)
 
 
 def _outputs(
@@ -300,9 +304,9 @@ def _scored(trace: Trace) -> tuple[str, list[int], bool]:
 
 
 def merged(trace: Trace) -> Tensor | None:
-    """[L, B, N] the slot that every slot was merged into after each block, -1 where it has left for good.
+    """[L, B, N] the slot that holds each slot's content after every block; None for a policy that never merges.
 
-    None for a policy that never merges.
+    -1 where a slot was dropped.
     """
     if not any(isinstance(s.decision, Merge) for s in trace.steps):
         return None

@@ -19,7 +19,7 @@ from ..utils.plotting import image_bytes, png_bytes
 from . import charts, pictures
 from .collect import Seen, look
 from .importance import Importance, leave_one_out
-from .report_page import Found, report_page
+from .report_page import ReportData, report_page
 from .statistics import by_class
 
 Step = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
@@ -64,7 +64,7 @@ def report(
         shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": partial(step, "leaving one out")}
         important = leave_one_out(model, seen, tokens=tokens, images=chosen, **shared)
     rows = by_class(seen, other) if seen.labels is not None and len(np.unique(seen.labels)) > 1 else []
-    return write(Found(seen, chosen, other, rows, important), out, command=command, progress=step)
+    return write(ReportData(seen, chosen, other, rows, important), out, command=command, progress=step)
 
 
 def _check(model: AdaptiveViT, static: AdaptiveViT | None, shown: int, tokens: int, batch_size: int) -> None:
@@ -83,34 +83,34 @@ def _check(model: AdaptiveViT, static: AdaptiveViT | None, shown: int, tokens: i
         raise UserError(f"tokens: a correlation takes at least 3 patches, got {tokens}; 0 for none of it.")
 
 
-def write(found: Found, out: str | Path, *, command: str = "", progress: Step | None = None) -> Path:
-    """Write what was found; the report itself comes last."""
-    out, seen, step = Path(out), found.seen, progress or (lambda what, done, total: None)
+def write(data: ReportData, out: str | Path, *, command: str = "", progress: Step | None = None) -> Path:
+    """Write a report's files; the report itself comes last."""
+    out, seen, step = Path(out), data.seen, progress or (lambda what, done, total: None)
     if out.exists() and not out.is_dir():
         raise UserError(f"Cannot write to {out}: it is a file, and a folder is expected.")
-    made = list(_pictures(found))
+    made = list(_pictures(data))
     for number, (name, draw) in enumerate(made, start=1):
         write_bytes(out / name, draw())
         step("drawing", number, len(made) + 1)
     write_text(out / "images.csv", csv_text(_rows(seen)))
-    if found.classes:
-        write_text(out / "classes.csv", csv_text(found.classes))
-    if found.importance is not None:
-        write_text(out / "importance.csv", csv_text(_importance(found.importance)))
-    write_text(out / "report.html", report_page(found, command, summary()))
+    if data.classes:
+        write_text(out / "classes.csv", csv_text(data.classes))
+    if data.importance is not None:
+        write_text(out / "importance.csv", csv_text(_importance(data.importance)))
+    write_text(out / "report.html", report_page(data, command, summary()))
     step("drawing", len(made) + 1, len(made) + 1)
     return out / "report.html"
 
 
-def _pictures(found: Found) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def _pictures(data: ReportData) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """(file, what draws it) of every picture."""
-    seen, shown = found.seen, list(found.shown)
+    seen, shown = data.seen, list(data.shown)
 
     def picture(name: str, make: Callable[..., Any], *given: Any) -> tuple[str, Callable[[], bytes]]:
         return f"{name}.png", lambda: image_bytes(make(*given))
 
     yield picture("maps", pictures.maps, seen, shown, min(3, len(shown)))
-    for _, name, draw in charts.every(seen, found.importance):
+    for _, name, draw in charts.every(seen, data.importance):
         yield f"{name}.png", lambda draw=draw: png_bytes(draw(), charts.SHARP)  # type: ignore[misc]
     if seen.plans is not None:
         yield picture("plans", pictures.plan_sheet, seen, shown[:4])

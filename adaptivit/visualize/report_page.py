@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Found:
+class ReportData:
     """All that a report shows."""
 
     seen: Seen
@@ -31,10 +31,10 @@ class Found:
     importance: Importance | None = None
 
 
-def report_page(found: Found, command: str = "", environment: Mapping[str, object] | None = None) -> str:
+def report_page(data: ReportData, command: str = "", environment: Mapping[str, object] | None = None) -> str:
     """The report as HTML."""
-    seen = found.seen
-    made = [(key, title, make(found)) for key, (title, make) in _SECTIONS.items()]
+    seen = data.seen
+    made = [(key, title, make(data)) for key, (title, make) in _SECTIONS.items()]
     sections = [section for section in made if section[2]]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
     body = "\n".join(
@@ -45,10 +45,10 @@ def report_page(found: Found, command: str = "", environment: Mapping[str, objec
     for view in pictures.views(seen):
         here = f":root[data-view={view}]"
         styles.append(f"{here} .over.{view} {{ display: block; }} {here} .key.{view} {{ display: flex; }}")
-    styles += [f".p{i} {{ background-image: url({_photo(seen, i)}); }}" for i in found.shown]
+    styles += [f".p{i} {{ background-image: url({_photo(seen, i)}); }}" for i in data.shown]
     return html.page(
         f"What {seen.method} does with {_count(len(seen), 'image')}",
-        f'<nav class="contents" aria-label="Contents">{links}</nav>{html.cards(_summary(found))}{body}',
+        f'<nav class="contents" aria-label="Contents">{links}</nav>{html.cards(_summary(data))}{body}',
         _lead(seen),
         html.footer(command, environment or {}),
         style="\n".join(styles),
@@ -77,8 +77,8 @@ def _lead(seen: Seen) -> str:
     return f"{seen.model}, policy {seen.policy}{at}. {how}"
 
 
-def _summary(found: Found) -> list[tuple[object, str]]:
-    seen, static = found.seen, found.static
+def _summary(data: ReportData) -> list[tuple[object, str]]:
+    seen, static = data.seen, data.static
     saved = 1 - float(seen.macs.mean()) / seen.static_macs
     cards: list[tuple[object, str]] = [
         (f"{'−' if saved >= 0 else '+'}{100 * abs(saved):.0f} %", "work (MACs), against the static model"),
@@ -96,18 +96,18 @@ def _summary(found: Found) -> list[tuple[object, str]]:
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------
-def _data(picture: Image.Image, kind: str, **options: Any) -> str:
+def _image(picture: Image.Image, kind: str, **options: Any) -> str:
     return html.data_uri(image_bytes(picture, kind, **options), kind.lower())
 
 
 def _photo(seen: Seen, index: int) -> str:
-    return _data(Image.fromarray(seen.pixels(index)), "WEBP", quality=86, method=4)
+    return _image(Image.fromarray(seen.pixels(index)), "WEBP", quality=86, method=4)
 
 
 def _over(cells: Any, view: str) -> str:
     """An overlay: one pixel a patch, or more where lines are drawn."""
     small = cells if view == "groups" else cells[:: pictures.CELL, :: pictures.CELL]
-    return f'<img class="over {view}" alt="" src="{_data(Image.fromarray(small), "PNG", optimize=True)}">'
+    return f'<img class="over {view}" alt="" src="{_image(Image.fromarray(small), "PNG", optimize=True)}">'
 
 
 def _pic(seen: Seen, index: int, inner: str, label: str, more: str = "") -> str:
@@ -130,13 +130,13 @@ def _verdict(seen: Seen, index: int) -> str:
     return f'{words} · <span class="wrong">wrong</span>, it is {escaped(seen.class_name(int(seen.labels[index])))}'
 
 
-def _images(found: Found) -> str:
-    seen, views = found.seen, pictures.views(found.seen)
+def _images(data: ReportData) -> str:
+    seen, views = data.seen, pictures.views(data.seen)
     parts = [
         _about("Left the image as the model sees it, right its patches. Move the slider to follow them block by block.")
     ]
-    if len(found.shown) < len(seen):
-        parts.append(_about(f"{len(found.shown)} of {len(seen):,} images are shown; the figures are of all."))
+    if len(data.shown) < len(seen):
+        parts.append(_about(f"{len(data.shown)} of {len(seen):,} images are shown; the figures are of all."))
     if len(views) > 1:
         choices = "".join(
             f'<label><input type="radio" name="view" value="{v}"{" checked" if v == views[0] else ""}>'
@@ -144,7 +144,7 @@ def _images(found: Found) -> str:
             for v in views
         )
         parts.append(f'<fieldset class="views"><legend>Show</legend>{choices}</fieldset>')
-    shots = "".join(_shot(seen, i, views) for i in found.shown)
+    shots = "".join(_shot(seen, i, views) for i in data.shown)
     return "".join([*parts, *(_key(seen, view) for view in views), f'<div class="shots">{shots}</div>'])
 
 
@@ -193,12 +193,12 @@ def _shot(seen: Seen, index: int, views: Sequence[str]) -> str:
     )
 
 
-def _plans(found: Found) -> str:
-    seen, plans = found.seen, found.seen.plans
+def _plans(data: ReportData) -> str:
+    seen, plans = data.seen, data.seen.plans
     if plans is None:
         return ""
     rows = []
-    for index in found.shown[:4]:
+    for index in data.shown[:4]:
         title, tiles = seen.titles[index], []
         for words, mean, over in pictures.plans_of(seen, index):
             label = f"{title}: {words}, mean {mean}"
@@ -209,13 +209,13 @@ def _plans(found: Found) -> str:
         "Patches that had halted before a plan was made are dark."
     )
     key = _key(seen, "plan", ' style="display: flex"')
-    return f'{_about(words)}{key}<div class="plans">{"".join(rows)}</div>{_charts(found, "plans")}'
+    return f'{_about(words)}{key}<div class="plans">{"".join(rows)}</div>{_charts(data, "plans")}'
 
 
 # -- charts ---------------------------------------------------------------------------------------------------------
-def _charts(found: Found, section: str) -> str:
+def _charts(data: ReportData, section: str) -> str:
     made = []
-    for part, name, draw in charts.every(found.seen, found.importance):
+    for part, name, draw in charts.every(data.seen, data.importance):
         if part == section:
             figure = draw()
             texts = [" ".join(t.get_text().split()) for axes in figure.axes for t in axes.texts]
@@ -224,32 +224,32 @@ def _charts(found: Found, section: str) -> str:
     return f'<div class="charts">{"".join(made)}</div>'
 
 
-def _depth(found: Found) -> str:
-    words, seen = "What is above the bars is work that was not done.", found.seen
+def _depth(data: ReportData) -> str:
+    words, seen = "What is above the bars is work that was not done.", data.seen
     if seen.equal and len(seen) > 1:
         words += f" {seen.method} computes as many patches in every image: none is easier than another for it."
-    return _about(words) + _charts(found, "depth")
+    return _about(words) + _charts(data, "depth")
 
 
-def _scores(found: Found) -> str:
-    scores = found.seen.scores
+def _scores(data: ReportData) -> str:
+    scores = data.seen.scores
     if scores is None:
         return ""
     how = "the higher, the sooner a patch stops" if scores.stops else "the higher, the longer a patch stays"
     words = f"What the policy judges patches by: {how}."
-    if found.importance is not None:
-        truth = "the label" if found.seen.labels is not None else "the predicted class"
+    if data.importance is not None:
+        truth = "the label" if data.seen.labels is not None else "the predicted class"
         words += (
             f" A patch matters when the loss of {truth} rises without it, in the transformer that computes everything. "
             "Above zero, the policy keeps what matters."
         )
-        if not np.isfinite(found.importance.pearson).any():
+        if not np.isfinite(data.importance.pearson).any():
             words += " Here the scores of an image's patches do not differ, so there is no correlation."
-    return _about(words) + _charts(found, "scores")
+    return _about(words) + _charts(data, "scores")
 
 
-def _difficulty(found: Found) -> str:
-    seen = found.seen
+def _difficulty(data: ReportData) -> str:
+    seen = data.seen
     if seen.equal:
         return ""
     which = " All of these were classified rightly." if seen.correct is not None else ""
@@ -258,11 +258,11 @@ def _difficulty(found: Found) -> str:
         for name, chosen in zip(pictures.EXTREMES, pictures.extremes(seen), strict=True)
         if chosen
     ]
-    return _about(f"Images by the mean depth of their patches.{which}") + "".join(walls) + _charts(found, "difficulty")
+    return _about(f"Images by the mean depth of their patches.{which}") + "".join(walls) + _charts(data, "difficulty")
 
 
 def _small(seen: Seen, index: int) -> str:
-    picture = _data(pictures.painted(seen, index, seen.layers - 1, width=192), "WEBP", quality=84)
+    picture = _image(pictures.painted(seen, index, seen.layers - 1, width=192), "WEBP", quality=84)
     name, depth = seen.titles[index], f"depth {seen.mean_depth[index]:.1f}"
     label = escaped(f"{name} with the patches that stopped early, mean {depth}")
     high, wide = seen.pixels(index).shape[:2]
@@ -270,12 +270,12 @@ def _small(seen: Seen, index: int) -> str:
     return f"<figure>{image}<p><b>{depth}</b>{escaped(name)}<br>{_verdict(seen, index)}</p></figure>"
 
 
-def _classes(found: Found) -> str:
-    rows, seen = list(found.classes), found.seen
-    if not rows or (found.static is None and seen.equal):
+def _classes(data: ReportData) -> str:
+    rows, seen = list(data.classes), data.seen
+    if not rows or (data.static is None and seen.equal):
         return ""
     words, tables = "", list[tuple[str, list[Row], str]]()
-    if found.static is not None:
+    if data.static is not None:
         gain, lose = gain_and_lose(rows)
         words = f"Top-1 of single classes against the static model. {'' if gain or lose else 'No class changed. '}"
         tables = [(f"Classes that {which}", part, "change") for which, part in (("gain", gain), ("lose", lose))]
@@ -300,7 +300,7 @@ def _cells(row: Row, last: str) -> Row:
 
 
 # id of a section -> title, what writes it (nothing where there is nothing to show)
-_SECTIONS: dict[str, tuple[str, Callable[[Found], str]]] = {
+_SECTIONS: dict[str, tuple[str, Callable[[ReportData], str]]] = {
     "images": ("Images", _images),
     "plans": ("Plan and execution", _plans),
     "depth": ("Depth", _depth),

@@ -26,7 +26,7 @@ from adaptivit.errors import DataError, UserError
 from adaptivit.model import AdaptiveViT
 from adaptivit.visualize import charts, collect, report_folder, statistics
 from adaptivit.visualize import pictures as paint
-from adaptivit.visualize.report_page import Found, report_page
+from adaptivit.visualize.report_page import ReportData, report_page
 from tests.support.commands import refused, run
 from tests.support.data_sets import folder
 from tests.support.models import pictures, tiny
@@ -376,6 +376,12 @@ class Reader(HTMLParser):
         self.silent += named.get("role") == "img" and not named.get("aria-label")
 
 
+@pytest.fixture
+def only_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without the files beside them, which other tests look at and which take the time."""
+    monkeypatch.setattr(report_folder, "_pictures", lambda data: ())
+
+
 def labelled(count: int = 24, classes: int = 4) -> Labelled:
     images = np.random.default_rng(0).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
     return Labelled("set", images, [i % classes for i in range(count)], tuple("abcd"[:classes]))
@@ -397,7 +403,7 @@ def standing_alone(text: str) -> Reader:
 @pytest.mark.parametrize("policy", EVERY)
 def test_a_page_of_every_policy_stands_alone(policy: str) -> None:
     seen = seen_of(policy, 3)
-    text = report_page(Found(seen, [0, 2]), "adaptivit <x>")
+    text = report_page(ReportData(seen, [0, 2]), "adaptivit <x>")
     read = standing_alone(text)
     assert "adaptivit &lt;x&gt;" in text
     assert read.tags.count("article") == text.count('type="range"') == 2
@@ -458,6 +464,7 @@ def test_a_report_with_labels_and_a_static_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["registers", "average", "distilled"])
+@pytest.mark.usefixtures("only_html")
 def test_other_backbones_and_shapes(kind: str, tmp_path: Path) -> None:
     model = tiny("fold", kind, more={"img_size": (32, 48)}, keep=0.8)
     images = torch.randn(2, 3, 32, 48)
@@ -510,7 +517,7 @@ def test_unreadable_images_of_a_data_set_are_counted(tmp_path: Path) -> None:
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
-def test_the_command(tmp_path: Path, capsys: Any) -> None:
+def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     root = folder(tmp_path / "d", ("0", "1"), each=3)
     torch.manual_seed(0)
     adaptivit.create("test_vit", "fold", img_size=32, num_classes=2, keep=0.5).save_pretrained(tmp_path / "m")
@@ -519,6 +526,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert run("visualize", tmp_path / "m", "--images", root, "--out", out, "--shown", 1, "--device", "cpu") == 0
     assert f"wrote {out}/report.html" in capsys.readouterr().out
     assert 'class="right"' not in (out / "report.html").read_text()
+    monkeypatch.setattr(report_folder, "_pictures", lambda data: ())
     given = ("--data", root, "--limit", 4, "--static", tmp_path / "s", "--tokens", 3, "--shown", 1)
     assert run("visualize", tmp_path / "m", *given, "--out", out, "--device", "cpu") == 0
     assert len(list(csv.DictReader(io.StringIO((out / "images.csv").read_text())))) == 4
@@ -534,6 +542,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     )
 
 
+@pytest.mark.usefixtures("only_html")
 def test_the_command_at_a_budget(tmp_path: Path, capsys: Any) -> None:
     root, model, out = folder(tmp_path / "d", ("0", "1"), each=1), tmp_path / "m", tmp_path / "out"
     torch.manual_seed(0)
@@ -567,6 +576,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     assert "was given 2 times" in refused(capsys, "visualize", static, "--images", root, "--images", root)
 
 
+@pytest.mark.usefixtures("only_html")
 def test_an_interruption_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.html").write_text("old")
 
@@ -575,7 +585,7 @@ def test_an_interruption_leaves_the_old_report(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(report_folder, "report_page", stop)
     with pytest.raises(KeyboardInterrupt):
-        visualize.write(Found(seen_of("fold"), [0]), tmp_path)
+        visualize.write(ReportData(seen_of("fold"), [0]), tmp_path)
     assert (tmp_path / "report.html").read_text() == "old"
     assert not list(tmp_path.rglob(".*"))
 
