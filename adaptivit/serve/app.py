@@ -15,18 +15,19 @@ from starlette.types import ASGIApp
 
 from .. import __version__
 from . import kserve, page
-from .errors import Refused, response
+from .batcher import QueueFull
+from .errors import Refused, require, response
 from .guard import Guard
-from .schema import CLASSIFY, ERRORS, INFER, Classified
+from .schema import CLASSIFY, ERRORS, Classified
 from .service import Service
 
 
 def make_app(
     service: Service, *, token: str | None = None, hosts: Collection[str] = (), with_page: bool = True
 ) -> ASGIApp:
-    """The service as an ASGI application. It closes the service when it shuts down.
+    """The service as an ASGI application, which closes the service when it shuts down.
 
-    token: what `Authorization: Bearer` must carry. hosts: names that requests may call it by; empty for any.
+    token: for `Authorization: Bearer`. hosts: names that the Host header may have; empty for any.
     """
 
     @asynccontextmanager
@@ -42,24 +43,19 @@ def make_app(
         redoc_url=None,
         lifespan=lifespan,
     )
-    for kind in (Refused, HTTPException, RequestValidationError, Exception):
+    for kind in (Refused, QueueFull, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, response)
-    _health(app, service)
-    _classify(app, service)
-    _kserve(app, service)
+    _routes(app, service)
+    kserve.routes(app, service)
     if with_page:
         page.routes(app, service)
     return Guard(app, service.metrics, service.limits.max_requests, token, hosts)
 
 
-def _health(app: FastAPI, service: Service) -> None:
-    def ready() -> None:
-        if not service.batcher.alive:
-            raise Refused(503, "The model's thread has ended.")
-
+def _routes(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", summary="Whether the service can answer", tags=["health"])
     async def healthz() -> dict[str, Any]:
-        ready()
+        require(service.batcher.alive, "The model's thread has ended.", 503)
         return {"status": "ok", "model": service.name}
 
     @app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse, tags=["health"])
@@ -67,17 +63,6 @@ def _health(app: FastAPI, service: Service) -> None:
         text = service.metrics.text(service.batcher.waiting)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v2/health/live", tags=["health"])
-    async def live() -> dict[str, bool]:
-        return {"live": True}
-
-    @app.get("/v2/health/ready", tags=["health"])
-    async def all_ready() -> dict[str, bool]:
-        ready()
-        return {"ready": True}
-
-
-def _classify(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/classify",
         summary="Classes of images, and what each one cost",
@@ -87,46 +72,9 @@ def _classify(app: FastAPI, service: Service) -> None:
         tags=["classify"],
     )
     async def classify(request: Request) -> Response:
-        async def answer() -> Response:
+        async with service.deadline(request):
             asked = await service.asked(request)
             images = await service.aside(service.tensors, asked.files)
             answers = await service.run(images, asked.budgets)
-            found = [service.answered(a, asked.top_k) for a in answers]
-            return JSONResponse({"model": service.name, "images": found})
-
-        return await service.within(request, answer)
-
-
-def _kserve(app: FastAPI, service: Service) -> None:
-    def known(name: str) -> None:
-        if name != service.name:
-            raise Refused(404, f"Unknown model; this service has {service.name!r}.")
-
-    @app.get("/v2", tags=["V2"])
-    async def server() -> dict[str, Any]:
-        return {"name": "adaptivit", "version": __version__, "extensions": []}
-
-    @app.get("/v2/models/{name}", tags=["V2"])
-    async def model(name: str) -> dict[str, Any]:
-        known(name)
-        return kserve.metadata(service)
-
-    @app.get("/v2/models/{name}/ready", tags=["V2"])
-    async def model_ready(name: str) -> dict[str, Any]:
-        known(name)
-        return {"name": name, "ready": service.batcher.alive}
-
-    @app.post("/v2/models/{name}/infer", responses=ERRORS, openapi_extra=INFER, tags=["V2"])
-    async def infer(name: str, request: Request) -> Response:
-        known(name)
-
-        async def answer() -> Response:
-            kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise Refused(415, "Expected application/json (the binary extension is not supported).")
-            data = await service.body(request)
-            images, budget, wanted, number = await service.aside(kserve.read, service, data)
-            answers = await service.run(images, service.budgets(budget, len(images)))
-            return JSONResponse(kserve.answered(service, answers, wanted, number))
-
-        return await service.within(request, answer)
+        found = [service.answered(a, asked.top_k) for a in answers]
+        return JSONResponse({"model": service.name, "images": found})

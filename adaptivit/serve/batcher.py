@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..budget import control
-from ..budget import curve as budgets
 from ..budget.curve import Budget
 from ..cost import CostModel
 from ..errors import UserError
@@ -120,14 +118,6 @@ class Batcher:
             self._calls.append((functools.partial(function, *given), answer))
             self._changed.notify()
         return answer
-
-    def budget(self, given: object) -> Budget | None:
-        """The budget of a request; UserError if this model cannot meet it."""
-        if given is None:
-            return None
-        made = budgets.parse(given)
-        control.solve(self.model, made, self.device)
-        return made
 
     def expected(self, budget: Budget | None) -> float:
         """Tokens of the mean block for images at this budget: measured, or at first those of the budget itself."""

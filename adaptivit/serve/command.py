@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 
 from ..errors import UserError
-from ..evaluation.model_config import ModelConfig, build, names_of
+from ..evaluation.model_config import build, names_of
 from ..factory import load
 from ..model import AdaptiveViT
 from ..utils.hardware import device_of
@@ -39,17 +39,8 @@ def demo_model() -> AdaptiveViT:
 def serve(config: ServeConfig) -> None:
     """adaptivit serve"""
     token = _token(config.token_file)
-    chosen = ModelConfig(
-        config.checkpoint,
-        config.backbone,
-        config.policy,
-        config.weights,
-        config.img_size,
-        config.budget,
-        config.max_macs,
-    )
     with _loading(config.host, config.port):
-        model = build(chosen)
+        model = build(config)
     service = Service(
         model.to(device_of(config.device)),
         limits=config.limits,
@@ -91,8 +82,7 @@ def run(
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the service refuses those
     app = make_app(service, token=token, hosts=(*LOOPBACK, *hosts) if local else (), with_page=page)
     server = uvicorn.Server(_settings(app, service.limits))
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{place.getsockname()[1]}/"
+    address = f"http://{f'[{host}]' if ':' in host else host}:{place.getsockname()[1]}/"
     print(f"{service.name}: {service.model.policy_name} on {service.batcher.device}, answers at {address}", flush=True)
     if not local and token is None:
         print(f"note: others on the network can reach this service; set {TOKEN} to ask for a token", file=sys.stderr)
@@ -140,13 +130,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _token(path: str | None) -> str | None:
     """The bearer token of a file or of the environment, since others can see a command line."""
-    if path is None:
-        text, where = os.environ.get(TOKEN), TOKEN
-    else:
-        try:
-            text, where = Path(path).read_text(), path
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"Cannot read the token in {path} ({error}).") from None
+    where = TOKEN if path is None else path
+    try:
+        text = os.environ.get(TOKEN) if path is None else Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the token in {path} ({error}).") from None
     if text is None:
         return None
     token = text.strip()

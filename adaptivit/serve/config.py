@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ..evaluation.model_config import ModelConfig
 from ..utils.coerce import at_least, positive, require
 
 TOKEN = "ADAPTIVIT_TOKEN"  # the environment variable that may hold the bearer token
@@ -66,7 +67,7 @@ class Listening:
 
 
 @dataclass(frozen=True)
-class ServeConfig(Listening):
+class ServeConfig(ModelConfig, Listening):
     """Answer HTTP requests with a checkpoint: classes, probabilities and what each image cost.
 
     Example: adaptivit serve runs/aht/model --budget -33%
@@ -74,21 +75,8 @@ class ServeConfig(Listening):
 
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """Directory saved by `train` or save_pretrained; or leave it out and name a --backbone with a --policy."""
-    backbone: str | None = None
-    """timm name, if there is no checkpoint."""
-    policy: str = "static"
-    """Policy and settings for that backbone, e.g. fold:budget=0.67 (listed below)."""
-    weights: str | None = None
-    """Weights for that backbone: .safetensors or .pth in timm's keys."""
-    img_size: int | None = None
-    """Image size in pixels; default: the backbone's."""
     name: str = "adaptivit"
     """The model's name in /v2/models/NAME."""
-    budget: str | None = None
-    """Mean cost of an image if a request names none: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint."""
-    max_macs: str | None = None
-    """Highest cost of any single image, whatever its request asks for: '1.0 GMACs' or -20%."""
-
     hosts: tuple[str, ...] = ()
     """On a loopback address: further names that the Host header may have (a proxy's)."""
     token_file: str | None = None
@@ -105,8 +93,9 @@ class ServeConfig(Listening):
     limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("batch_tokens", "batch_images", "img_size"):
+        ModelConfig.__post_init__(self)
+        Listening.__post_init__(self)
+        for name in ("batch_tokens", "batch_images"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
         at_least("wait_ms", self.wait_ms, 0)

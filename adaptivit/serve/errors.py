@@ -10,6 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from .batcher import QueueFull
+
 log = logging.getLogger("adaptivit.serve")
 _LINES = {404: "There is nothing here.", 405: "This method is not allowed here."}
 
@@ -48,6 +50,8 @@ async def response(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):  # starlette's own
         line = _LINES.get(error.status_code, "Refused.")
         error = Refused(error.status_code, line, dict(error.headers or {}))
+    elif isinstance(error, QueueFull):
+        error = busy(str(error))
     elif isinstance(error, RequestValidationError):
         error = Refused(422, "A part of the address is not what was expected.")
     elif not isinstance(error, Refused):

@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 from torch import Tensor
 
+from .. import __version__
 from .batcher import Answer
 from .errors import Refused, require, shown
-from .limits import decoded, read_json, too_many_images
+from .limits import body, content_type, encoded_images, read_json, too_many_images
+from .schema import ERRORS, INFER
 from .service import Service
 
 _OUTPUTS: dict[str, tuple[str, Callable[[Answer], Any]]] = {
@@ -25,6 +29,45 @@ _OUTPUTS: dict[str, tuple[str, Callable[[Answer], Any]]] = {
     "macs": ("FP64", lambda answer: answer.macs),
     "live": ("INT64", lambda answer: answer.live),
 }
+
+
+def routes(app: FastAPI, service: Service) -> None:
+    def known(name: str) -> None:
+        require(name == service.name, f"Unknown model; this service has {service.name!r}.", 404)
+
+    @app.get("/v2/health/live", tags=["health"])
+    async def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/v2/health/ready", tags=["health"])
+    async def all_ready() -> dict[str, bool]:
+        require(service.batcher.alive, "The model's thread has ended.", 503)
+        return {"ready": True}
+
+    @app.get("/v2", tags=["V2"])
+    async def server() -> dict[str, Any]:
+        return {"name": "adaptivit", "version": __version__, "extensions": []}
+
+    @app.get("/v2/models/{name}", tags=["V2"])
+    async def model(name: str) -> dict[str, Any]:
+        known(name)
+        return metadata(service)
+
+    @app.get("/v2/models/{name}/ready", tags=["V2"])
+    async def model_ready(name: str) -> dict[str, Any]:
+        known(name)
+        return {"name": name, "ready": service.batcher.alive}
+
+    @app.post("/v2/models/{name}/infer", responses=ERRORS, openapi_extra=INFER, tags=["V2"])
+    async def infer(name: str, request: Request) -> Response:
+        known(name)
+        line = "Expected application/json (the binary extension is not supported)."
+        require(content_type(request, "application/json") == "application/json", line, 415)
+        async with service.deadline(request):
+            data = await body(request, service.limits)
+            images, budget, wanted, number = await service.aside(read, service, data)
+            answers = await service.run(images, service.budgets(budget, len(images)))
+        return JSONResponse(answered(service, answers, wanted, number))
 
 
 def metadata(service: Service) -> dict[str, Any]:
@@ -81,7 +124,7 @@ def _images(service: Service, tensor: dict[str, Any]) -> list[Tensor]:
     if kind == "BYTES":
         whole = len(shape) == 1 and len(data) == shape[0]
         require(whole, f"images: expected BYTES of shape [B] with B strings, got {len(data)}.")
-        return service.tensors([decoded(text, f"image {i}") for i, text in enumerate(data, 1)])
+        return service.tensors(encoded_images(data, service.limits))
     require(kind == "FP32", f"images: expected the datatype FP32 or BYTES, got {shown(kind)}.")
     wanted = _image_shape(service)
     require(shape[1:] == wanted, f"images: expected the shape [B, {', '.join(map(str, wanted))}].")

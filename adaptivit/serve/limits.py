@@ -1,4 +1,4 @@
-"""Bodies, JSON, base64 and images of requests, checked against limits before they cost anything."""
+"""Bodies, forms, JSON, base64 and images of requests, checked against limits before they cost anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import python_multipart  # noqa: F401  starlette reads forms by it, and would miss it only then
 from PIL import Image
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
 
 from ..data.dataset import rgb
 from .config import Limits
@@ -17,27 +21,65 @@ from .errors import Refused, kind, require, shown
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _DRAIN = 4  # limits' worth of a body that is too large are read and dropped, so that its sender gets the answer
+_FIELDS = 16  # of a form, beside its files
 
 
-async def body(stream: AsyncIterator[bytes], declared: str | None, limits: Limits) -> bytes:
-    """All of a request's body, read piece by piece and no further than the limit, whatever length was declared."""
+def content_type(request: Request, default: str = "") -> str:
+    return request.headers.get("content-type", default).partition(";")[0].strip().lower()
+
+
+async def body(request: Request, limits: Limits) -> bytes:
+    """The body, read piece by piece and kept no further than the limit, whatever length was declared."""
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdecimal() and int(declared[:18]) > limits.bytes
     parts: list[bytes] = []
     size = 0
-    too_large = declared is not None and declared.isdecimal() and int(declared[:18]) > limits.bytes
-    async for part in stream:
-        size += len(part)
-        if size > limits.bytes and not too_large:
-            too_large, size = True, len(part)
-        if too_large:
-            parts.clear()
-            if size > _DRAIN * limits.bytes + 1_000_000:
+    try:
+        async for part in request.stream():
+            size += len(part)
+            too_large = too_large or size > limits.bytes
+            if not too_large:
+                parts.append(part)
+            elif size > _DRAIN * limits.bytes + 1_000_000:
                 break
-        else:
-            parts.append(part)
+    except ClientDisconnect:
+        raise Refused(400, "The request ended before its body did.") from None
     if too_large:
         line = f"The request is too large: at most {limits.max_upload:g} MB are taken."
         raise Refused(413, line, {"Connection": "close"})
+    request.state.read = True
     return b"".join(parts)
+
+
+async def form(request: Request, limits: Limits) -> tuple[list[bytes], dict[str, str]]:
+    """Files named `images` or `image`, and fields, of a multipart form."""
+    data = await body(request, limits)
+
+    async def once() -> AsyncIterator[bytes]:
+        yield data
+
+    most = limits.max_images
+    parser = MultiPartParser(request.headers, once(), max_files=most, max_fields=_FIELDS, max_part_size=10_000)  # type: ignore[arg-type]
+    try:
+        found = await parser.parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        if "Too many files" in str(error):
+            raise too_many_images(limits) from None
+        raise Refused(400, "The body is not a multipart form with a boundary.") from None
+    files: list[bytes] = []
+    fields: dict[str, str] = {}
+    try:
+        for key, value in found.multi_items():
+            named = key in ("images", "image")
+            if isinstance(value, UploadFile):
+                require(named, f"Expected files in the field 'images', got {shown(key)}.")
+                files.append(await value.read())
+            else:
+                require(not named, f"{key}: expected a file, got a text field.")
+                fields[key] = value
+    finally:
+        await found.close()
+    return files, fields
 
 
 def read_json(data: bytes) -> dict[str, Any]:
@@ -56,8 +98,17 @@ def read_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def decoded(text: object, what: str) -> bytes:
-    """The bytes of a base64 string, also of a data: URL."""
+def encoded_images(given: object, limits: Limits) -> list[bytes]:
+    """The bytes of base64 strings, also of data: URLs."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts:
+        raise Refused(422, "images: expected a list of at least one base64 string.")
+    if len(texts) > limits.max_images:
+        raise too_many_images(limits)
+    return [_decoded(text, f"image {i}") for i, text in enumerate(texts, 1)]
+
+
+def _decoded(text: object, what: str) -> bytes:
     if not isinstance(text, str):
         raise Refused(422, f"{what}: expected a base64 string, got {kind(text)}.")
     if text.startswith("data:"):

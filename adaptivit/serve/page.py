@@ -1,4 +1,4 @@
-"""The page at /: its files, its examples, and what it asks for.
+"""The page at /: its files, its examples, and its requests.
 
 Shapes: C x H x W an image, L blocks, P patches.
 """
@@ -28,8 +28,8 @@ from ..utils.hardware import device_name
 from ..utils.plotting import COLOURS
 from ..visualize.collect import METHODS
 from ..visualize.html import STYLE
-from .batcher import QueueFull
-from .errors import Refused, busy
+from .errors import require
+from .limits import form
 from .service import Service
 
 _HERE = Path(__file__).parent / "page"
@@ -45,7 +45,7 @@ def routes(app: FastAPI, service: Service) -> None:
     for path, name in _FILES.items():
         app.get(path, include_in_schema=False)(_file(name))
     clock = Clock(service.model)
-    examples(service)  # made before anybody waits for them
+    examples(service)  # made before the first request
 
     @app.get("/demo/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
@@ -54,27 +54,23 @@ def routes(app: FastAPI, service: Service) -> None:
     @app.get("/demo/examples/{number}", include_in_schema=False)
     async def example(number: int) -> Response:
         found = await service.aside(examples, service)
-        if not 0 <= number < len(found):
-            raise Refused(404, "There is no such example.")
+        require(0 <= number < len(found), "There is no such example.", 404)
         return Response(found[number][1], media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
 
     @app.post("/demo/look", include_in_schema=False)
     async def look(request: Request) -> Response:
-        async def answer() -> Response:
-            files, fields = await service.form(request)
-            if len(files) != 1:
-                raise Refused(422, f"Expected one image, got {len(files)}.")
+        async with service.deadline(request):
+            files, fields = await form(request, service.limits)
+            require(len(files) == 1, f"Expected one image, got {len(files)}.")
             (budget,) = service.budgets(fields.get("budget"), 1)
             image = await service.aside(service.tensor, files[0], "The image")
             return JSONResponse(await _looked(service, clock, image, budget, fields))
-
-        return await service.within(request, answer)
 
 
 def _file(name: str) -> Callable[[], Any]:
     data, kind = (_HERE / name).read_bytes(), _KINDS[Path(name).suffix]
     if name == "style.css":
-        data = STYLE.encode() + data  # what all our pages share
+        data = STYLE.encode() + data  # shared by all pages and reports
 
     async def get() -> Response:
         return Response(data, media_type=f"{kind}; charset=utf-8", headers={"Cache-Control": "no-cache"})
@@ -136,10 +132,8 @@ async def _looked(
     made["caption"] = service.task.caption(made)
     made["attended"] = ["".join("1" if on else "0" for on in row) for row in answer.attended.tolist()]
     if "time" in wanted:
-        try:  # one turn at a time, so that others are answered in between
-            turns = [await asyncio.wrap_future(service.batcher.call(clock.turn, image, budget)) for _ in range(_TURNS)]
-        except QueueFull as error:
-            raise busy(str(error)) from None
+        # one turn at a time, so that others are answered in between
+        turns = [await asyncio.wrap_future(service.batcher.call(clock.turn, image, budget)) for _ in range(_TURNS)]
         static, own = (1e3 * min(column) / clock.copies for column in zip(*turns, strict=True))
         made |= {"ms": own, "static_ms": static, "copies": clock.copies}
     if "picture" in wanted:
