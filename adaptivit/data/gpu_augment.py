@@ -1,61 +1,37 @@
-"""Augmentation of whole batches on the device, with the meaning of torchvision's transforms.
+"""Draws of the augmentation of whole batches, with the meaning of torchvision's transforms.
 
-What is random about an image is drawn on the host from (seed, epoch, image) alone, for many images at once. So it
-does not depend on the batch, the number of processes or an interruption, and the host knows without asking the device
-which images an operation is for. Shapes: n images, B of a batch, S slots (an image passes through one
-operation a slot).
+An image's random numbers follow from (seed, epoch, image) and are drawn on the host, for many images at once: they do
+not depend on the batch, the number of processes or an interruption, and the host knows without a sync which images an
+operation is for. Shapes: n images, S slots (an image passes through one operation a slot).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from . import pixel_ops as ops
 from .augment import PAD
 from .augment_config import AugmentConfig
 from .dataset import mix
-from .pixel_ops import (
-    AFFINE,
-    AUTOCONTRAST,
-    BRIGHTNESS,
-    COLOUR,
-    CONTRAST,
-    EQUALIZE,
-    IDENTITY,
-    POSTERIZE,
-    SHARPNESS,
-    SOLARIZE,
-)
 
 Array = np.ndarray[Any, Any]
 TRIES = 10  # for a box that fits; torchvision's number
 RATIO = (3 / 4, 4 / 3)
 ERASED, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 
-# Which of an image's random numbers serves what: one flag does not change the draws of another.
+# Columns of an image's random numbers: one flag does not change the draws of another.
 _CROP, _PLACE, _MIRROR = slice(0, 20), slice(20, 22), 22
 _JITTER, _ORDER = slice(23, 26), 26
 _RAND, _SIGN = slice(27, 29), slice(29, 31)
 _ERASE, _ERASE_BOX, _ERASE_PLACE = 31, slice(32, 52), slice(52, 54)
 _COLUMNS = 54
 
-# RandAugment's fourteen. The sign is drawn for those that have one.
-RAND: tuple[str, ...] = (
-    "identity",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-    "rotate",
-    "brightness",
-    "colour",
-    "contrast",
-)
-RAND += ("sharpness", "posterize", "solarize", "autocontrast", "equalize")
-_JITTERS = (BRIGHTNESS, CONTRAST, COLOUR)
+_JITTERS = (ops.BRIGHTNESS, ops.CONTRAST, ops.COLOUR)
 _ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
 
@@ -76,7 +52,7 @@ def _scrambled(bits: Array) -> Array:
 
 @dataclass(frozen=True)
 class Draws:
-    """What happens to n images."""
+    """The augmentation of n images."""
 
     box: Array  # [n, 4] top, left, height, width in source pixels
     mirror: Array  # [n] bool
@@ -92,15 +68,15 @@ def draw(
     u = uniform(seed, epoch, indices)
     codes, amounts = [], []
     if config.color_jitter:
-        jitter = _jitter(u, config.color_jitter)
-        codes.append(jitter[0])
-        amounts.append(jitter[1])
+        code, amount = _jitter(u, config.color_jitter)
+        codes.append(code)
+        amounts.append(amount)
     if config.kind == "rand" and config.rand_magnitude:
-        table = _rand_table(config.rand_magnitude, target)
-        kind = (u[:, _RAND] * len(RAND)).astype(np.int64)
-        sign = (u[:, _SIGN] <= 0.5).astype(np.int64)  # 1: negative
+        table = rand_table(config.rand_magnitude, target).values()
+        kind = (u[:, _RAND] * len(table)).astype(np.int64)
+        negative = (u[:, _SIGN] <= 0.5).astype(np.int64)
         codes.append(np.array([code for code, _ in table])[kind])
-        amounts.append(np.array([amount for _, amount in table], np.float32)[kind, sign])
+        amounts.append(np.array([both for _, both in table], np.float32)[kind, negative])
     count = len(indices)
     return Draws(
         _boxes(config, u, source),
@@ -116,7 +92,7 @@ def _boxes(config: AugmentConfig, u: Array, source: tuple[int, int]) -> Array:
     if config.kind in ("crop", "rand"):
         size, fits = _tried(u[:, _CROP], source, (config.crop_scale, 1.0), RATIO, wide_first=True)
         return np.where(fits[:, None], _placed(u[:, _PLACE], size, source), np.array(_central(source)))
-    if config.kind == "pad":  # the image is padded by h // 8, w // 8 before it is looked at
+    if config.kind == "pad":  # by h // 8, w // 8, before the box is taken
         padded = (h + 2 * (h // PAD), w + 2 * (w // PAD))
         return _placed(u[:, _PLACE], np.broadcast_to(np.array(source), (len(u), 2)), padded)
     return np.broadcast_to(np.array([0, 0, h, w]), (len(u), 4))
@@ -125,8 +101,9 @@ def _boxes(config: AugmentConfig, u: Array, source: tuple[int, int]) -> Array:
 def _tried(
     u: Array, shape: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float], wide_first: bool
 ) -> tuple[Array, Array]:
-    """(height, width) [n, 2] of the first of ten tries that fits, and whether one does; ratio is width / height where
-    `wide_first`, else height / width."""
+    """(height, width) [n, 2] of the first of ten tries that fits, and whether one does.
+
+    ratio is width / height if `wide_first`, else height / width."""
     area = shape[0] * shape[1] * (scale[0] + (scale[1] - scale[0]) * u[:, :TRIES])
     low, high = math.log(ratio[0]), math.log(ratio[1])
     aspect = np.exp(low + (high - low) * u[:, TRIES:])
@@ -140,7 +117,7 @@ def _tried(
 
 
 def _central(source: tuple[int, int]) -> tuple[int, int, int, int]:
-    """What torchvision takes where no try fits: as much of the middle as the ratio allows."""
+    """torchvision's box if no try fits: as much of the middle as the ratio allows."""
     h, w = source
     high, wide = min(h, round(w / RATIO[0])), min(w, round(h * RATIO[1]))
     return (h - high) // 2, (w - wide) // 2, high, wide
@@ -162,41 +139,40 @@ def _jitter(u: Array, strength: float) -> tuple[Array, Array]:
     return np.array(_JITTERS)[order], amounts
 
 
-def _rand_table(magnitude: int, target: tuple[int, int]) -> list[tuple[int, Array]]:
-    """For each of RAND: (code, [2, 6] amounts with sign + and -), at a magnitude of 0..30."""
-    height, width = target
-    m = magnitude / 30
+def rand_table(magnitude: int, target: tuple[int, int]) -> dict[str, tuple[int, Array]]:
+    """RandAugment's fourteen: (operation, [2, 6] amounts for the signs + and -), at a magnitude of 0..30.
+
+    Matrices go from target to source, pixels counted from the centre."""
+    (height, width), m = target, magnitude / 30
     right, down = int(150 / 331 * width * m), int(150 / 331 * height * m)
     turn, shear = math.radians(30 * m), 0.3 * m
 
-    def both(value: float) -> Array:
-        return np.array([[1 + value] + [0.0] * 5, [1 - value] + [0.0] * 5])
+    def affine(matrix: Callable[[int], list[float]]) -> tuple[int, Array]:
+        return ops.AFFINE, np.array([matrix(1), matrix(-1)])
 
-    def one(value: float) -> Array:
-        return np.array([[value] + [0.0] * 5] * 2)
+    def strength(operation: int, plus: float, minus: float) -> tuple[int, Array]:
+        return operation, np.array([[plus] + [0.0] * 5, [minus] + [0.0] * 5])
 
-    def moved(sign: int) -> list[list[float]]:
-        """Matrices from target to source, pixels counted from the centre."""
-        s, t = sign * shear, sign * turn
-        return [
-            [1, s, s * height / 2, 0, 1, 0],
-            [1, 0, 0, s, 1, s * width / 2],
-            [1, 0, -sign * right, 0, 1, 0],
-            [1, 0, 0, 0, 1, -sign * down],
-            [math.cos(t), -math.sin(t), 0, math.sin(t), math.cos(t), 0],
-        ]
+    def around_1(operation: int) -> tuple[int, Array]:
+        return strength(operation, 1 + 0.9 * m, 1 - 0.9 * m)
 
-    affine = np.array([moved(1), moved(-1)]).swapaxes(0, 1)
-    bits = 8 - int(np.rint(magnitude / 7.5))
-    return [
-        (IDENTITY, one(0)),
-        *((AFFINE, matrices) for matrices in affine),
-        *((code, both(0.9 * m)) for code in (BRIGHTNESS, COLOUR, CONTRAST, SHARPNESS)),
-        (POSTERIZE, one(256 - 2 ** (8 - bits))),
-        (SOLARIZE, one(255 * (1 - m))),
-        (AUTOCONTRAST, one(0)),
-        (EQUALIZE, one(0)),
-    ]
+    mask, level = 256 - 2 ** int(np.rint(magnitude / 7.5)), 255 * (1 - m)
+    return {
+        "identity": strength(ops.IDENTITY, 0, 0),
+        "shear_x": affine(lambda sign: [1, sign * shear, sign * shear * height / 2, 0, 1, 0]),
+        "shear_y": affine(lambda sign: [1, 0, 0, sign * shear, 1, sign * shear * width / 2]),
+        "translate_x": affine(lambda sign: [1, 0, -sign * right, 0, 1, 0]),
+        "translate_y": affine(lambda sign: [1, 0, 0, 0, 1, -sign * down]),
+        "rotate": affine(lambda s: [math.cos(turn), -math.sin(s * turn), 0, math.sin(s * turn), math.cos(turn), 0]),
+        "brightness": around_1(ops.BRIGHTNESS),
+        "colour": around_1(ops.COLOUR),
+        "contrast": around_1(ops.CONTRAST),
+        "sharpness": around_1(ops.SHARPNESS),
+        "posterize": strength(ops.POSTERIZE, mask, mask),
+        "solarize": strength(ops.SOLARIZE, level, level),
+        "autocontrast": strength(ops.AUTOCONTRAST, 0, 0),
+        "equalize": strength(ops.EQUALIZE, 0, 0),
+    }
 
 
 def _erased(chance: float, u: Array, target: tuple[int, int]) -> Array:

@@ -1,12 +1,12 @@
-"""Array data on the device: batches are gathered, resized, augmented and normalised there, without a wait.
+"""Array data on the device: batches are gathered, resized, augmented and normalised there, without a sync.
 
-Shapes: pixels uint8 [n, h, w, 3] or [n, h, w] of the whole set; B images of a batch, [H, W] what the model reads.
-Evaluation gives what PIL gives, bit for bit (resample.py). Training draws other random numbers than the CPU's way
-does, to the same rules (augment.py).
+Shapes: pixels uint8 [n, h, w, 3] or [n, h, w] of the whole set; B images of a batch, [H, W] as the model reads them.
+Evaluation equals PIL's bit for bit (resample.py). Training follows the rules of augment.py with other random numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ _ROOM = 0.5  # of the free memory of a GPU: what the array may take
 
 
 def evaluation_images(labelled: Labelled, preprocessing: Preprocessing, device: torch.device | str) -> Source:
-    """The images as a model is judged by them; which way they take changes the time alone."""
+    """The images for evaluation; the device changes nothing but the time."""
     device = torch.device(device)
     if device.type == "cuda" and _hindrance(labelled, preprocessing, device) is None:
         return OnDevice(labelled, preprocessing, device)
@@ -63,17 +63,17 @@ def _hindrance(labelled: Labelled, preprocessing: Preprocessing, device: torch.d
 
 @dataclass(frozen=True)
 class _Moved:
-    """The draws of one batch on the device, and for every slot which images each operation is for."""
+    """The draws of one batch on the device."""
 
+    groups: list[list[tuple[int, Tensor]]]  # by slot: (operation, positions in the batch)
     box: Tensor  # [B, 4]
     mirror: Tensor  # [B]
     amounts: Tensor  # [B, S, 6]
     erase: Tensor  # [B, 4]
-    groups: list[list[tuple[int, Tensor]]]  # by slot: (operation, positions in the batch)
 
 
 class OnDevice:
-    """A set of pictures in the device's memory, and what is done to them: `config` is None for evaluation."""
+    """Pictures in the device's memory and their augmentation; `config` is None for evaluation."""
 
     def __init__(
         self,
@@ -98,23 +98,20 @@ class OnDevice:
         return len(self.labelled)
 
     def batches(self, order: Sequence[Sequence[int]]) -> Iterator[Loaded]:
-        """Batches of the given indices, in that order. Draws are made for several at a time, while the device is
-        still busy with the ones before."""
+        """Batches of the given indices. Draws are made for several at a time, while the device is still busy."""
         for start in range(0, len(order), _AHEAD):
             yield from self._several(order[start : start + _AHEAD])
 
     def _several(self, order: Sequence[Sequence[int]]) -> Iterator[Loaded]:
-        indices = np.array([i for batch in order for i in batch], np.int64)
-        rows, ends = _sent(indices, self.device), np.cumsum([len(batch) for batch in order])
-        plan = None
+        indices, sizes = np.array([i for batch in order for i in batch], np.int64), [len(batch) for batch in order]
+        rows = _sent(indices, self.device)
+        moved: Iterator[_Moved | None] = itertools.repeat(None)
         if self.config is not None:
             draws = draw(self.config, self.seed, self.epoch, indices, self.source, self.preprocessing.size)
-            plan = _Plan(draws, ends, self.device)
-        for number, end in enumerate(ends):
-            begin = int(end) - len(order[number])
-            chosen = rows[begin:end]
-            images = self._evaluation(chosen) if plan is None else self._training(chosen, plan.batch(number))
-            yield Loaded(images, self.labels[chosen], torch.from_numpy(indices[begin:end]), [])
+            moved = _moved(draws, np.array(sizes), self.device)
+        for part, own, chosen in zip(torch.from_numpy(indices).split(sizes), moved, rows.split(sizes), strict=False):
+            images = self._evaluation(chosen) if own is None else self._training(chosen, own)
+            yield Loaded(images, self.labels[chosen], part, [])
 
     def _pictures(self, rows: Tensor) -> Tensor:
         """uint8 [B, 3, h, w]"""
@@ -186,33 +183,21 @@ def _sent(array: Array, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class _Plan:
-    """The draws of several batches on the device."""
-
-    def __init__(self, draws: Draws, ends: Array, device: torch.device) -> None:
-        self.ends = ends
-        self.box, self.mirror, self.amounts, self.erase = (
-            _sent(a, device) for a in (draws.box, draws.mirror, draws.amounts, draws.erase)
-        )
-        batch = np.searchsorted(ends, np.arange(len(draws.mirror)), side="right")
-        start = np.concatenate([[0], ends])[batch]
-        kinds = 1 + max((*OPERATIONS, AFFINE))
-        self.counts, self.members = [], []  # by slot: images of each (batch, operation); positions, sorted by both
-        for codes in draws.codes.T:
-            key = batch * kinds + codes
-            sorted_by = np.argsort(key, kind="stable")
-            self.counts.append(np.bincount(key, minlength=len(ends) * kinds).reshape(-1, kinds))
-            self.members.append(_sent(sorted_by - start[sorted_by], device))
-
-    def batch(self, number: int) -> _Moved:
-        end = int(self.ends[number])
-        begin = int(self.ends[number - 1]) if number else 0
-        groups = []
-        for counts, members in zip(self.counts, self.members, strict=True):
-            parts = members[begin:end].split(counts[number].tolist())
-            groups.append([(c, p) for c, p in enumerate(parts) if c != IDENTITY and len(p)])
-        some = slice(begin, end)
-        return _Moved(self.box[some], self.mirror[some], self.amounts[some], self.erase[some], groups)
+def _moved(draws: Draws, sizes: Array, device: torch.device) -> Iterator[_Moved]:
+    """The draws of several batches of these sizes, one after another."""
+    ends = np.cumsum(sizes)
+    batch, starts = np.repeat(np.arange(len(sizes)), sizes), ends - sizes
+    sent = [_sent(array, device) for array in (draws.box, draws.mirror, draws.amounts, draws.erase)]
+    kinds = 1 + max((*OPERATIONS, AFFINE))
+    slots = []  # images of each (batch, operation); their positions in the batch, sorted by both
+    for codes in draws.codes.T:
+        key = batch * kinds + codes
+        counts = np.bincount(key, minlength=len(sizes) * kinds).reshape(-1, kinds)
+        slots.append((counts, _sent(np.argsort(key, kind="stable") - starts[batch], device)))
+    for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        parts = [members[start:end].split(counts[number].tolist()) for counts, members in slots]
+        groups = [[(code, p) for code, p in enumerate(slot) if code != IDENTITY and len(p)] for slot in parts]
+        yield _Moved(groups, *(tensor[start:end] for tensor in sent))
 
 
 Source = Images | OnDevice

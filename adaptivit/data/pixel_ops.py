@@ -1,7 +1,6 @@
-"""Operations on a batch of 8-bit pictures, each with its own strength, as torchvision computes them for tensors.
+"""torchvision's operations on a batch of 8-bit pictures, each with a strength of its own; without a device sync.
 
-Shapes: images uint8 [B, 3, H, W]; amounts float32 [B, 6], the strength in the first column or a matrix [2, 3]. Nothing
-here waits for the device.
+Shapes: images uint8 [B, 3, H, W]; amounts float32 [B, 6], the strength in the first column or a matrix [2, 3].
 """
 
 from __future__ import annotations
@@ -74,24 +73,15 @@ def equalize(images: Tensor, amounts: Tensor) -> Tensor:
     return out
 
 
-OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    BRIGHTNESS: brightness,
-    CONTRAST: contrast,
-    COLOUR: colour,
-    SHARPNESS: sharpness,
-    POSTERIZE: posterize,
-    SOLARIZE: solarize,
-    AUTOCONTRAST: autocontrast,
-    EQUALIZE: equalize,
-}
+_IN_ORDER = (brightness, contrast, colour, sharpness, posterize, solarize, autocontrast, equalize)
+OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = dict(enumerate(_IN_ORDER, BRIGHTNESS))
 
 
 def affine(images: Tensor, amounts: Tensor, fill: Tensor) -> Tensor:
     """Nearest pixels under a matrix from target to source, pixels counted from the centre; fill [3] from outside."""
     h, w = images.shape[2:]
-    device = images.device
-    x = torch.arange(w, device=device, dtype=torch.float32) - (w - 1) / 2
-    y = torch.arange(h, device=device, dtype=torch.float32)[:, None] - (h - 1) / 2
+    x = torch.arange(w, device=images.device, dtype=torch.float32) - (w - 1) / 2
+    y = torch.arange(h, device=images.device, dtype=torch.float32)[:, None] - (h - 1) / 2
     a, b, c, d, e, f = amounts[:, :, None, None].unbind(1)
     grid = torch.stack([(a * x + b * y + c) / (w / 2), (d * x + e * y + f) / (h / 2)], -1)
     fill = fill[:, None, None]

@@ -1,10 +1,9 @@
 """PIL's resize on batches of tensors, each image with its own box.
 
-Shapes: B images, C channels, [h, w] source pixels, [H, W] target pixels. A resize is two matrix products with the
-weights of PIL's filter, which are 22-bit fixed-point numbers: in float64 every product and sum is exact, so the
-result is the same on any device and in any order of summation. It is PIL's bit for bit, but for one case: where a
-picture shrinks more in height than in width, Pillow 13 goes down before it goes across, and pixels differ by
-rounding (1 of 255, at hard edges a few).
+Shapes: B images, C channels, [h, w] source pixels, [H, W] target pixels. A resize is two matrix products with PIL's
+weights, 22-bit fixed-point numbers: exact in float64, so equal on any device. It is PIL's bit for bit, with one
+exception: if a picture shrinks more in height than in width, Pillow 13 resizes down before across, and pixels differ
+by rounding (1 of 255, at hard edges a few).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def weights(low: Tensor, length: Tensor, total: int, wanted: Tensor, source: int
 
 
 def resize(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """uint8 [B, C, h, w] -> [B, C, H, W], with weights [B or 1, H, h] and [B or 1, W, w]. Across first, as PIL."""
+    """Across, then down, as PIL: uint8 [B, C, h, w] -> [B, C, H, W]; weights [B or 1, H, h], [B or 1, W, w]."""
     wide = _rounded(torch.matmul(images.double(), across.mT[:, None]))
     return _rounded(torch.matmul(down[:, None], wide.double()))
 

@@ -171,12 +171,12 @@ def reference(name: str, image: Tensor, magnitude: int, sign: int, fill: list[in
     return apply(image, key, level, interpolation=v2.InterpolationMode.NEAREST, fill=filled)
 
 
-@pytest.mark.parametrize("name", gpu_augment.RAND)
+@pytest.mark.parametrize("name", gpu_augment.rand_table(0, (1, 1)))
 @pytest.mark.parametrize("magnitude", [3, 9, 30])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_randaugment_is_torchvisions(name: str, magnitude: int, sign: int) -> None:
     images = some_bytes(4)
-    code, both = gpu_augment._rand_table(magnitude, (24, 20))[gpu_augment.RAND.index(name)]
+    code, both = gpu_augment.rand_table(magnitude, (24, 20))[name]
     given = torch.tensor(both[0 if sign > 0 else 1], dtype=torch.float32).expand(4, 6)
     if code == pixel_ops.AFFINE:
         there = pixel_ops.affine(images, given, torch.tensor(PLAIN.fill, dtype=torch.float32))
