@@ -8,9 +8,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +27,7 @@ from adaptivit.experiments.reproduce import job as job_module
 from adaptivit.experiments.reproduce.plan import Job, ReproduceConfig, plan
 from adaptivit.utils.atomic_io import write_json
 from tests.support.commands import refused, run, static
+from tests.support.processes import begin, ended
 from tests.support.tables import (
     TINY,
     Done,
@@ -331,14 +329,12 @@ def wait_for(what: Callable[[], Any], seconds: float = 300) -> Any:
 def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Path, small: Path, capsys: Any) -> None:
     stand_in = ["backbone=test_vit", "img_size=32", "batch_size=8", "epochs=4000"]
     given = [str(w) for w in (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set")]
-    with (tmp_path / "said.txt").open("wb") as file:
-        command = [sys.executable, "-m", "adaptivit", *given, *stand_in]
-        parent = subprocess.Popen(command, stdout=file, stderr=file)
+    parent = begin(run, *given, *stand_in)
     try:
         place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
     finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
+        parent.kill()
+        ended(parent)
     spec = next((tmp_path / "work" / "rows").glob("*.job"))
     wait_for(lambda: not _alive(str(spec)))
     assert not list((tmp_path / "work" / "rows").glob("*.json"))
@@ -365,17 +361,14 @@ def test_asked_to_end_jobs_write_a_checkpoint_first(tmp_path: Path, small: Path)
     """Whatever step it was at: the log ends where the checkpoint does."""
     given = (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set", "backbone=test_vit")
     more = ("img_size=32", "batch_size=2", "epochs=4000", "log_steps=1")
-    command = [sys.executable, "-m", "adaptivit", *map(str, (*given, *more))]
     log = tmp_path / "said.txt"
-    with log.open("wb") as file:
-        parent = subprocess.Popen(command, stdout=file, stderr=file)
+    parent = begin(run, *given, *more, said=log)
     try:
         place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
-        parent.send_signal(signal.SIGTERM)
-        assert parent.wait(120) == 130
+        parent.terminate()
+        assert ended(parent) == 130
     finally:
         parent.kill()
-        parent.wait()
     said = log.read_text()
     assert "stopped; the same command goes on with it" in said
     assert "interrupted; the same command goes on" in said
