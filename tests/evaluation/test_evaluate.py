@@ -253,9 +253,9 @@ def test_static_deit_answers_as_timm_does_image_for_image() -> None:
 
 
 def test_static_deit_on_many_images() -> None:
-    """Images of imagenet/eval through timm's own forward and through the packed layout: every eighth, or with
+    """Images of imagenet/eval through timm's own forward and through the packed layout: every twentieth, or with
     ADAPTIVIT_SLOW=1 all, which gives the accuracy that the docs quote."""
-    count = 2000 if os.environ.get("ADAPTIVIT_SLOW") == "1" else 250
+    count = 2000 if os.environ.get("ADAPTIVIT_SLOW") == "1" else 100
     model, images = deit(count)
     hits = []
     with torch.inference_mode():
@@ -264,7 +264,7 @@ def test_static_deit_on_many_images() -> None:
             assert torch.equal(timm, ours), "a prediction differs from timm's"
             hits.append(ours == batch.labels)
     top1 = 100 * float(torch.cat(hits).double().mean())
-    assert top1 == pytest.approx(70.90, abs=1e-6 if count == 2000 else 8.0)
+    assert top1 == pytest.approx(70.90, abs=1e-6 if count == 2000 else 10.0)
 
 
 # -- a full disk ----------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_a_backbone_in_training_goes_all_the_way() -> None:
 def test_one_graph_of_gathered() -> None:
     torch._dynamo.reset()
     for name in ("static", "fold"):
-        model = tiny(name).eval()
+        model = tiny(name, more={"depth": 3}).eval()
         with torch.no_grad():
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
             assert_close(compiled(pictures(3), layout="gathered").logits, model(pictures(3), layout="masked").logits)
