@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import adaptivit
@@ -45,11 +43,12 @@ def hostile(seed: int, batch: int = 5) -> Tensor:
 
 @pytest.mark.parametrize("kind", SIDES)
 @pytest.mark.parametrize("case", HALTING)
-@settings(max_examples=2)
-@given(seed=st.integers(0, 10**6), shares=st.lists(st.floats(0, 1), min_size=5, max_size=5), shift=st.floats(-9, 9))
-def test_the_law(case: str, kind: str, seed: int, shares: list[float], shift: float) -> None:
-    """Every image, every limit that is possible, every position of the dial, every layout."""
+def test_the_law(case: str, kind: str) -> None:
+    """Every image, limits anywhere in their range, some shift of the gate, every layout."""
     name, more = CASES[case]
+    seed = HALTING.index(case) * len(SIDES) + SIDES.index(kind)
+    g = torch.Generator().manual_seed(seed)
+    shares, shift = torch.rand(5, generator=g).tolist(), 18 * float(torch.rand((), generator=g)) - 9
     try:
         model = wild(name, kind, seed=seed % 7, **more)
     except UserError:

@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ def first_line(text: str) -> str:
     return re.split(r"[.:;](?:\s|$)", " ".join(paragraph.split()))[0]
 
 
+@cache
 def offences() -> tuple[list[str], list[str]]:
     long, banned = [], []
     for path in sorted((ROOT / "adaptivit").rglob("*.py")):

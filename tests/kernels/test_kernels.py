@@ -281,7 +281,7 @@ def test_attend_with_any_tile(tile: tuple[int, ...], weights: str) -> None:
     lengths = [32, 0, 1, 15, 16, 17, 31, 33, 48, 49]
     q, k, v, offsets, weight = packed(lengths, 2, 16, weights, torch.float32)
     live = sum(lengths)
-    for times in (1.0, 40.0, -40.0):
+    for times in (40.0, -40.0):  # 1 is what all other tests have
         given = launch.alike(times * q, k, v)
         found = ragged_attention.run(*given, offsets, 49, launch.log2_weight(weight), tile)
         expected = ragged_attention.reference(*double(times * q, k, v), offsets, weight)

@@ -47,11 +47,11 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trainer(method: str, how: Any, precision: Any) -> Trainer:
+def trainer(method: str, how: Any, precision: Any, depth: int = 4) -> Trainer:
     given, losses = (METHODS | PEERS)[method]
     config = TrainConfig(data="", lr=1e-3, compile=how, precision=precision, device="cpu", **losses)
     torch.manual_seed(0)  # a policy's own weights
-    return _trainer(config, tiny(method, more={"depth": 4}, **given), _accelerator(config), 10)
+    return _trainer(config, tiny(method, more={"depth": depth}, **given), _accelerator(config), 10)
 
 
 def step(one: Trainer, number: int) -> tuple[float, dict[str, Tensor], Any]:
@@ -87,7 +87,7 @@ def test_the_same_training(method: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_the_same_training_under_autocast(how: str) -> None:
     """As on a GPU: accelerate's wrapper is part of the graph."""
-    plain, compiled = trainer("aht", "no", "bf16"), trainer("aht", how, "bf16")
+    plain, compiled = trainer("aht", "no", "bf16", 2), trainer("aht", how, "bf16", 2)
     for number in range(2):
         loss, _, output = step(plain, number)
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
