@@ -21,12 +21,12 @@ from fastapi.responses import JSONResponse, Response
 from PIL import Image
 from torch import Tensor
 
+from .. import policies
 from ..budget.curve import Budget
 from ..factory import create
 from ..model import AdaptiveViT
 from ..utils.hardware import device_name
 from ..utils.plotting import COLOURS
-from ..visualize.collect import METHODS
 from ..visualize.html import STYLE
 from .errors import require
 from .limits import form
@@ -92,7 +92,7 @@ def about(service: Service) -> dict[str, Any]:
     colours = [COLOURS(depth / model.shape.layers) for depth in range(model.shape.layers + 1)]
     return {
         "model": model.backbone_name or service.name,
-        "method": METHODS.get(model.policy_name, model.policy_name),
+        "method": policies.get(model.policy_name).title,
         "policy": model.policy_name,
         "layers": model.shape.layers,
         "tokens": model.shape.tokens,

@@ -24,20 +24,10 @@ from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
 from ..output import Output
+from ..policies import get
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]  # done, of
-METHODS = {
-    "aht": "AHT-ViT",
-    "avit": "A-ViT",
-    "mod": "MoD",
-    "amod": "A-MoD",
-    "dynamicvit": "DynamicViT",
-    "evit": "EViT",
-    "tome": "ToMe",
-    "act": "ACT",
-    "pondernet": "PonderNet",
-}
 _PLAN = ("plan", "planned", "halt")  # facts of AHT-ViT, in the order of Plans
 _BATCH_SECOND = ("attended", "live", "groups", "plan", "planned", "scores")  # arrays [L or S, B, ...]; others [B, ...]
 
@@ -94,7 +84,7 @@ class Seen:
     @property
     def method(self) -> str:
         """The policy as its paper calls it."""
-        return METHODS.get(self.policy, self.policy)
+        return get(self.policy).title
 
     @cached_property
     def depth(self) -> Array:
