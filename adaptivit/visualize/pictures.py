@@ -177,10 +177,6 @@ def _write(draw: Any, place: tuple[int, int], text: str, width: int, size: int, 
     draw.text(place, text, font=_font(size, bold), fill=colour)
 
 
-def _colour(depth: int, layers: int, light: float) -> tuple[int, ...]:
-    return tuple(shades(np.array(depth), layers, light).tolist())
-
-
 def _legend(draw: Any, place: tuple[int, int], width: int, layers: int, light: float) -> None:
     """The colours of depths 0..layers with their numbers."""
     (left, top), label = place, "blocks computed"
@@ -188,9 +184,9 @@ def _legend(draw: Any, place: tuple[int, int], width: int, layers: int, light: f
     start = left + round(draw.textlength(label, font=_font(15))) + 14
     each = (left + width - start) / (layers + 1)
     step = max(1, math.ceil(26 / each))
-    for depth in range(layers + 1):
+    for depth, colour in enumerate(shades(np.arange(layers + 1), layers, light).tolist()):
         x, end = round(start + depth * each), round(start + (depth + 1) * each) - 1
-        draw.rectangle((x, top, end, top + 20), fill=_colour(depth, layers, light))
+        draw.rectangle((x, top, end, top + 20), fill=tuple(colour))
         if depth % step == 0:
             middle = x + each / 2 - draw.textlength(str(depth), font=_font(13)) / 2
             draw.text((middle, top + 25), str(depth), font=_font(13), fill=MUTED)
@@ -280,8 +276,8 @@ def easy_and_hard(seen: Seen, count: int = 6) -> Image.Image:
 def frames(seen: Seen, index: int, view: str = "tokens", width: int = TILE) -> list[Image.Image]:
     """One picture a block: the image beside itself with the patches that are left, and which block runs."""
     margin, gap, foot = 16, 8, 62
-    first = plain(seen, index, width)
-    made = []
+    first, made = plain(seen, index, width), []
+    colours = shades(np.arange(1, seen.layers + 1), seen.layers, DIM).tolist()
     for layer in range(seen.layers):
         page = Image.new("RGB", (2 * margin + 2 * width + gap, margin + first.height + foot), "white")
         page.paste(first, (margin, margin))
@@ -291,11 +287,10 @@ def frames(seen: Seen, index: int, view: str = "tokens", width: int = TILE) -> l
         words = _counted(seen, index, layer, view) + ("" if view == "groups" else " patches")
         right = page.width - margin - draw.textlength(words, font=_font(15))
         draw.text((right, top), words, font=_font(15), fill=MUTED)
-        across = page.width - 2 * margin
-        for number in range(seen.layers):  # a cell a block in the colour of that depth; those to come are empty
-            x, end = (margin + round(n * across / seen.layers) for n in (number, number + 1))
-            colour = _colour(number + 1, seen.layers, DIM) if number <= layer else FAINT
-            draw.rectangle((x, top + 27, end - 3, top + 36), fill=colour)
+        each = (page.width - 2 * margin) / seen.layers
+        for number, colour in enumerate(colours):  # a cell a block; those to come are empty
+            x, end = margin + round(number * each), margin + round((number + 1) * each) - 3
+            draw.rectangle((x, top + 27, end, top + 36), fill=tuple(colour) if number <= layer else FAINT)
         made.append(page)
     return made
 

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import UserError
 from ..model import AdaptiveViT
 from ..utils.atomic_io import write_bytes, write_text
+from ..utils.coerce import at_least
 from ..utils.csv import csv_text
 from ..utils.environment import summary
 from ..utils.plotting import image_bytes, png_bytes
@@ -55,8 +56,6 @@ def report(
     other = None
     if static is not None:
         other = look(static, images, progress=partial(step, "looking (static)"), **common)
-        if other.names != seen.names:
-            raise UserError("The static model could not read the same images.")
     count = min(shown, len(seen))
     chosen = [i * len(seen) // count if seen.labels is not None else i for i in range(count)]
     important = None
@@ -77,8 +76,7 @@ def _check(model: AdaptiveViT, static: AdaptiveViT | None, shown: int, tokens: i
         counts = f"{static.vit.num_classes}, not {model.vit.num_classes}"
         raise UserError(f"static: expected a model of the same classes; it has {counts}.")
     for name, value, least in (("shown", shown, 1), ("tokens", tokens, 0), ("batch_size", batch_size, 1)):
-        if value < least:
-            raise UserError(f"{name}: expected at least {least}, got {value}.")
+        at_least(name, value, least)
     if 0 < tokens < 3:
         raise UserError(f"tokens: a correlation takes at least 3 patches, got {tokens}; 0 for none of it.")
 
@@ -128,10 +126,11 @@ def _rows(seen: Seen) -> list[dict[str, Any]]:
     rows = []
     for i, name in enumerate(seen.names):
         row: dict[str, Any] = {"image": name, "predicted": seen.class_name(int(seen.predicted[i]))}
-        row |= {"confidence": f"{seen.confidence[i]:.6f}"}
-        if seen.labels is not None and seen.correct is not None:
-            row |= {"label": seen.class_name(int(seen.labels[i])), "correct": int(seen.correct[i])}
-        row |= {"mean_depth": f"{seen.mean_depth[i]:.4f}", "gmacs": f"{seen.macs[i] / 1e9:.6f}"}
+        row["confidence"] = f"{seen.confidence[i]:.6f}"
+        if seen.labels is not None:
+            row["label"] = seen.class_name(int(seen.labels[i]))
+            row["correct"] = int(seen.predicted[i] == seen.labels[i])
+        row["mean_depth"], row["gmacs"] = f"{seen.mean_depth[i]:.4f}", f"{seen.macs[i] / 1e9:.6f}"
         rows.append(row | {"of_static": f"{seen.macs[i] / seen.static_macs:.4f}"})
     return rows
 
