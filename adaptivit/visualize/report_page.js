@@ -2,7 +2,7 @@
   "use strict";
   var root = document.documentElement;
 
-  // light or dark: the system's choice, until somebody presses the button
+  // light or dark: the system's choice, until the button is pressed
   var dark = window.matchMedia("(prefers-color-scheme: dark)");
   var button = document.querySelector(".theme");
   function isDark() { return root.dataset.theme ? root.dataset.theme === "dark" : dark.matches; }
