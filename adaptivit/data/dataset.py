@@ -9,6 +9,7 @@ checks them and makes them its own.
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,11 +68,22 @@ class Items(Sequence[Any]):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """An encoded image inside another file."""
+
+    name: str
+    open: Callable[[], io.BytesIO]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class Labelled:
     """Labelled images, not yet decoded."""
 
     source: str
-    items: Sequence[Any]  # paths, arrays [h, w, 3] uint8, or what has a name and a method open()
+    items: Sequence[Any]  # Path, Stored, or arrays [h, w, 3] uint8
     labels: Labels
     classes: tuple[str, ...] = ()  # names of the outputs; empty while not known
     notes: tuple[str, ...] = ()  # what was left out on reading
@@ -221,16 +233,16 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
-    """Indices of files that are not images, by a look at their headers; very large sets are read when used."""
+    """Indices of files that are no images by their headers; more than `most` are read when used."""
+    if len(labelled) > most or isinstance(labelled.items, np.ndarray):
+        return []
     bad = []
-    if len(labelled) <= most:
-        for index, item in enumerate(labelled.items):
-            if not isinstance(item, np.ndarray):
-                try:
-                    with _opened(item) as file:
-                        file.verify()
-                except UNREADABLE:
-                    bad.append(index)
+    for index, item in enumerate(labelled.items):
+        try:
+            with _opened(item) as file:
+                file.verify()
+        except UNREADABLE:
+            bad.append(index)
     return bad
 
 
@@ -256,10 +268,9 @@ class Images(Dataset[Sample]):
             image = self.labelled.image(index)
         except UNREADABLE:
             return Sample(None, label, index)
-        if self.seed is None:
-            return Sample(self.transform(image), label, index)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mix(self.seed, self.epoch, index))
+        with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
+            if self.seed is not None:
+                torch.manual_seed(mix(self.seed, self.epoch, index))
             return Sample(self.transform(image), label, index)
 
 

@@ -1,7 +1,7 @@
 """The embedded data: scikit-learn's handwritten digits, each placed at random on a larger, noisy, coloured canvas.
 
-Shapes: B images of 64 x 64 px, 8 x 8 patches. A digit covers four of the 64 patches; the rest is background, which an
-adaptive model can stop looking at. Placement, colour, background and a slight distortion are drawn anew every epoch.
+Shapes: B images of 64 x 64 px, 8 x 8 patches. A digit covers four of the 64 patches, the rest is background. Placement,
+colour, background and a slight distortion are drawn anew every epoch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def draw(digits: Tensor, generator: torch.Generator, distort: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Digits:
-    """Training digits and test digits, which never meet."""
+    """Training digits and test digits, which are disjoint."""
 
     train_x: Tensor  # [n, 8, 8]
     train_y: Tensor  # [n]
@@ -75,12 +75,10 @@ class Digits:
 
     def testing(self, batch_size: int = 120, seed: int = 1) -> list[Loaded]:
         """Every test digit at several places; the same pictures on every call."""
-        pictures = _placed(self.test_x, PLACEMENTS, seed, distort=False)
+        pictures = normalise(_placed(self.test_x, PLACEMENTS, seed, distort=False))
         labels, index = self.test_y.repeat(PLACEMENTS), torch.arange(len(pictures))
-        parts = zip(
-            normalise(pictures).split(batch_size), labels.split(batch_size), index.split(batch_size), strict=True
-        )
-        return [Loaded(images, y, i, []) for images, y, i in parts]
+        parts = (values.split(batch_size) for values in (pictures, labels, index))
+        return [Loaded(images, y, i, []) for images, y, i in zip(*parts, strict=True)]
 
 
 def _placed(digits: Tensor, places: int, seed: int, distort: bool) -> Tensor:
@@ -91,8 +89,9 @@ def _placed(digits: Tensor, places: int, seed: int, distort: bool) -> Tensor:
 
 @functools.cache
 def splits() -> dict[str, Labelled]:
-    """The same digits as a fixed set of 8-bit pictures, for `--data digits`: a tenth of the training digits, which
-    training never sees at any place, is `val`; `test` has the quickstart's test pictures."""
+    """The same digits as fixed 8-bit pictures, for `--data digits`.
+
+    `val` is a tenth of the training digits, absent from `train`; `test` has the quickstart's test pictures."""
     digits = Digits.load()
     held = len(digits.train_x) // 10
     parts = {

@@ -1,46 +1,33 @@
-"""Hugging Face data sets that lie on this machine: hf:PATH, with PATH as save_to_disk wrote it, or parquet files.
+"""Hugging Face data sets on this machine: hf:PATH, a directory of save_to_disk or parquet files.
 
-Needs the extra `datasets`. Images stay encoded until they are used, and rows are read from their place, so the set need
-not fit into memory. hf:PATH?image=COLUMN&label=COLUMN names the columns where they are not clear.
+Needs the extra `datasets`. Images stay encoded until they are used and rows are read from their place, so the set need
+not fit into memory. hf:PATH?image=COLUMN&label=COLUMN names the columns if they are not clear.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from ..errors import DataError, UserError, first_line
-from .dataset import SPLITS, Items, Labelled
+from .dataset import SPLITS, Items, Labelled, Stored
 
 PREFIX = "hf:"
 
 
-@dataclass(frozen=True)
-class Row:
-    """The image in a row of a table."""
-
-    source: str
-    number: int
-    value: Any  # {"bytes": ..., "path": ...}
-
-    def __str__(self) -> str:
-        return f"{self.source}[{self.number}]"
-
-    def open(self) -> io.BytesIO:
-        value = self.value or {}
-        if value.get("bytes") is not None:
-            return io.BytesIO(value["bytes"])
-        if value.get("path"):
-            return io.BytesIO(Path(value["path"]).read_bytes())
-        raise OSError("an empty cell")
+def _stored(table: Any, column: str, source: str, number: int) -> Stored:
+    return Stored(f"{source}[{number}]", functools.partial(_bytes, table[number][column] or {}))
 
 
-def _row(table: Any, column: str, source: str, number: int) -> Row:
-    return Row(source, number, table[number][column])
+def _bytes(cell: dict[str, Any]) -> io.BytesIO:
+    if cell.get("bytes") is not None:
+        return io.BytesIO(cell["bytes"])
+    if cell.get("path"):
+        return io.BytesIO(Path(cell["path"]).read_bytes())
+    raise OSError("an empty cell")
 
 
 def read(name: str) -> dict[str, Labelled]:
@@ -59,7 +46,7 @@ def read(name: str) -> dict[str, Labelled]:
     for split, table in tables.items():
         source = f"{PREFIX}{place}" + ("" if split == "all" else f":{split}")
         encoded = table.cast_column(image, datasets.Image(decode=False))
-        items = Items(functools.partial(_row, encoded, image, source), range(len(table)))
+        items = Items(functools.partial(_stored, encoded, image, source), range(len(table)))
         found[split] = Labelled(source, items, table[label][:], names)
     return found
 
@@ -89,7 +76,7 @@ def _tables(datasets: Any, place: Path) -> dict[str, Any]:
             for file in files:
                 parts.setdefault(file.stem.split("-")[0], []).append(str(file))
             if not set(parts) <= set(SPLITS):
-                parts = {"all": [str(f) for f in files]}
+                parts = {"all": list(map(str, files))}
             tables = {split: datasets.Dataset.from_parquet(names) for split, names in parts.items()}
     except DataError:
         raise

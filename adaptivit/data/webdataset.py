@@ -1,73 +1,44 @@
 """Labelled images in tar files, as WebDataset lays them out: KEY.jpg beside KEY.cls, samples one after another.
 
-The files are looked through once, for where each member lies; an image is then read from its place. So a sample has a
-number as a file in a folder has, and everything that holds for folders holds here: a full shuffle, shares of processes
-that do not overlap, and a resumed run that goes on at the very sample.
+The headers are read once, for the offset of each image, which is then read from its place. So a sample has a number as
+a file in a folder has, and shards behave as folders do: full shuffle, disjoint shares of processes, exact resume.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import re
 import tarfile
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import DataError, first_line
-from .dataset import SPLITS, SUFFIXES, Items, Labelled
+from .dataset import SPLITS, SUFFIXES, Items, Labelled, Stored
 
 CLASSES = "classes.txt"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
-@dataclass(frozen=True)
-class Member:
-    """A file inside a tar file."""
-
-    shard: Path
-    key: str
-    offset: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.shard}:{self.key}"
-
-    def open(self) -> io.BytesIO:
-        with self.shard.open("rb") as file:
-            file.seek(self.offset)
-            return io.BytesIO(file.read(self.size))
-
-
-@dataclass
-class Found:
-    """The samples of a split, as they come out of its shards."""
-
-    shards: list[Path]
-    keys: list[str] = field(default_factory=list)
-    places: list[tuple[int, int, int]] = field(default_factory=list)  # shard, offset, size
-    labels: list[Any] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # what is wrong with each sample or shard that was left out
-
-    @property
-    def items(self) -> Items:
-        """Kept as arrays: a million samples take some 100 MB."""
-        places = np.array(self.places, np.int64).reshape(-1, 3)
-        return Items(functools.partial(_member, self.shards, self.keys, places), range(len(self.keys)))
-
-
-def _member(shards: list[Path], keys: list[str], places: Any, number: int) -> Member:
+def _stored(shards: tuple[Path, ...], keys: list[str], places: Any, number: int) -> Stored:
     shard, offset, size = places[number].tolist()
-    return Member(shards[shard], keys[number], offset, size)
+    return Stored(f"{shards[shard]}:{keys[number]}", functools.partial(_bytes, shards[shard], offset, size))
+
+
+def _bytes(shard: Path, offset: int, size: int) -> io.BytesIO:
+    with shard.open("rb") as file:
+        file.seek(offset)
+        return io.BytesIO(file.read(size))
 
 
 def named(path: str) -> bool:
-    """Whether these words name tar files: one, or a range such as train-{000..009}.tar."""
+    """True for the name of a tar file, or of a range such as train-{000..009}.tar."""
     return path.endswith((".tar", *_COMPRESSED))
 
 
@@ -96,88 +67,79 @@ def in_folder(path: Path) -> dict[str, list[Path]]:
 
 
 def read(parts: dict[str, list[Path]], source: str, allow_corrupt: bool = False) -> dict[str, Labelled]:
-    """The splits in these shards. What is damaged is named, or left out where that is allowed."""
+    """The splits in these shards. What is damaged is an error, or left out if that is allowed."""
     listed = next(iter(parts.values()))[0].parent / CLASSES
-    names = tuple(line.strip() for line in listed.read_text().splitlines()) if listed.is_file() else ()
-    names = tuple(filter(None, names))
+    lines = listed.read_text().splitlines() if listed.is_file() else []
+    names = tuple(filter(None, map(str.strip, lines)))
     made = {}
     for split, shards in parts.items():
-        found = _look_through(shards, allow_corrupt)
-        where = source if split == "all" else f"{source}:{split}"
-        made[split] = Labelled(where, found.items, found.labels, names, tuple(found.skipped))
+        for shard in shards:
+            if shard.name.endswith(_COMPRESSED):
+                raise DataError(f"{shard} is compressed and cannot be read from the middle: unpack it to a plain .tar.")
+            if not shard.is_file():
+                raise DataError(f"Data not found: {shard}.")
+        stamp = tuple((s.stat().st_mtime_ns, s.stat().st_size) for s in shards)
+        items, labels, skipped = _read(tuple(shards), stamp, allow_corrupt)
+        made[split] = Labelled(source if split == "all" else f"{source}:{split}", items, labels, names, skipped)
     return made
 
 
-def _look_through(shards: list[Path], allow_corrupt: bool) -> Found:
-    """The last few answers are kept, since commands ask more than once."""
-    for shard in shards:
-        if shard.name.endswith(_COMPRESSED):
-            raise DataError(f"{shard} is compressed and cannot be read from the middle: unpack it to a plain .tar.")
-        if not shard.is_file():
-            raise DataError(f"Data not found: {shard}.")
-    stamp = tuple((s.stat().st_mtime_ns, s.stat().st_size) for s in shards)
-    return _read(tuple(shards), stamp, allow_corrupt)
-
-
 @functools.lru_cache(maxsize=4)
-def _read(shards: tuple[Path, ...], stamp: object, allow_corrupt: bool) -> Found:
-    found = Found(list(shards))
+def _read(shards: tuple[Path, ...], stamp: object, allow_corrupt: bool) -> tuple[Items, list[Any], tuple[str, ...]]:
+    """(images, labels, what is wrong with each sample or shard that was left out), kept as commands ask twice."""
+    keys: list[str] = []
+    places: list[tuple[int, int, int]] = []  # shard, offset, size
+    labels: list[Any] = []
+    skipped: list[str] = []
+
+    def skip(wrong: str) -> None:
+        if not allow_corrupt:
+            advice = "Mend it, or pass --allow-corrupt to leave such samples out."
+            raise DataError(f"{wrong[0].upper()}{wrong[1:]}. {advice}")
+        skipped.append(wrong)
+
     for number, shard in enumerate(shards):
         try:
-            _one_shard(shard, number, found, allow_corrupt)
+            with tarfile.open(shard, "r:") as file:
+                for key, image, label in _samples(file):
+                    if image is None or label is None:
+                        what = "image" if image is None else "label (KEY.cls, or `label` in KEY.json)"
+                        skip(f"the sample {shard}:{key} has no {what}")
+                        continue
+                    keys.append(key)
+                    places.append((number, image.offset_data, image.size))
+                    labels.append(label)
         except (tarfile.TarError, OSError, EOFError) as error:
-            _or_skip(found, f"the shard {shard} is damaged ({first_line(error)})", allow_corrupt)
-    if not found.keys:
+            skip(f"the shard {shard} is damaged ({first_line(error)})")
+    if not keys:
         raise DataError(f"{shards[0].parent}: {len(shards)} shards without a sample that has an image and a label.")
-    return found
+    packed = np.array(places, np.int64).reshape(-1, 3)  # a million samples take some 100 MB
+    return Items(functools.partial(_stored, shards, keys, packed), range(len(keys))), labels, tuple(skipped)
 
 
-def _or_skip(found: Found, wrong: str, allow_corrupt: bool) -> None:
-    if not allow_corrupt:
-        raise DataError(f"{wrong[0].upper()}{wrong[1:]}. Mend it, or pass --allow-corrupt to leave such samples out.")
-    found.skipped.append(wrong)
-
-
-def _one_shard(shard: Path, number: int, found: Found, allow_corrupt: bool) -> None:
-    key, members = "", 0
-    image: tarfile.TarInfo | None = None
-    label: Any = None
-
-    def finish() -> None:
-        if not members:
-            return
-        if image is None or label is None:
-            what = "image" if image is None else "label (KEY.cls, or `label` in KEY.json)"
-            _or_skip(found, f"the sample {shard}:{key} has no {what}", allow_corrupt)
-            return
-        found.keys.append(key)
-        found.places.append((number, image.offset_data, image.size))
-        found.labels.append(label)
-
-    with tarfile.open(shard, "r:") as file:
-        for member in file:
-            if not member.isfile():
-                continue
-            folder, _, base = member.name.rpartition("/")
-            stem, _, ending = base.partition(".")
-            if not stem:
-                continue  # hidden files that some archivers add
-            own = f"{folder}/{stem}" if folder else stem
-            if own != key:
-                finish()
-                key, image, label, members = own, None, None, 0
-            members += 1
-            suffix = "." + ending.rpartition(".")[2].lower()
+def _samples(file: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo | None, Any]]:
+    """(key, image, label) of each sample, None for a part that is missing. Its files follow one another."""
+    files = (member for member in file if member.isfile() and _key(member))
+    for key, members in itertools.groupby(files, _key):
+        image, label = None, None
+        for member in members:
+            suffix = Path(member.name).suffix.lower()
             if suffix in SUFFIXES:
                 image = member
-            elif suffix in (".cls", ".json"):
-                found_label = _label(file, member, suffix)
-                label = label if found_label is None else found_label
-        finish()
+            elif suffix in (".cls", ".json") and (found := _label(file, member, suffix)) is not None:
+                label = found
+        yield key, image, label
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    """The path up to the first dot of the name; empty for hidden files, which some archivers add."""
+    folder, slash, base = member.name.rpartition("/")
+    stem = base.partition(".")[0]
+    return stem and f"{folder}{slash}{stem}"
 
 
 def _label(file: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> Any:
-    """A number or text of KEY.cls; any value of KEY.json; None where there is none."""
+    """The number or text of KEY.cls; any value of KEY.json; None if there is none."""
     assert file.fileobj is not None
     file.fileobj.seek(member.offset_data)
     text = file.fileobj.read(member.size).decode("utf-8", "replace").strip()
