@@ -26,9 +26,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import onnxruntime
-from adaptivit.execution.export import Run, run_onnx
 
 import adaptivit
+from adaptivit.checkpoint.export import Run, run_onnx
 from adaptivit.checkpoint.model_card import pictures_for
 from adaptivit.cli.commands import append_csv
 from adaptivit.evaluation.predict import find_images

@@ -69,3 +69,8 @@ class Preprocessing:
             [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)]
         )
         return finish
+
+    def to_pixels(self, images: Tensor) -> Tensor:
+        """Normalised images [B, C, H, W] as pixels [B, H, W, C] in 0..1."""
+        mean, std = (images.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
+        return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1)

@@ -1,8 +1,8 @@
-"""Export: the forward pass as one graph, ONNX or torch.export's, with any number of images at a time.
+"""Export: the forward pass as one graph, ONNX or torch.export's, for any number of images.
 
-The same loop runs as everywhere (forward.py), on one of three layouts; what is written says what the model says, or is
-not written. Shapes: B images, N slots, C classes. Input `images` [B, 3, H, W]; outputs `logits` [B, C] and `depth`
-[B, N], how many blocks computed each token.
+The loop of forward.py runs on one of three layouts; a file is written only if it answers as the model does. Shapes: B
+images, N slots, C outputs. Input `images` [B, 3, H, W]; outputs `logits` [B, C] and `depth` [B, N], how many blocks
+computed each token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..layouts.padded import Padded
 from ..model import AdaptiveViT
 from ..policies import spec
 from ..utils.atomic_io import write_bytes
-from .export_config import KINDS
+from .model_card import SAMPLES, pictures_for
 
 LAYOUTS: dict[str, type[Layout]] = {"masked": Masked, "topk": Gathered, "ragged": Padded}
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -40,7 +40,7 @@ Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how far it is from the model on the images that it was compared on."""
+    """The file, and how far it is from the model on the images that it was compared on."""
 
     path: str
     kind: str
@@ -79,55 +79,49 @@ def export(
     images: Tensor | None = None,
     tolerance: float = 1e-3,
 ) -> Exported:
-    """Write the model to `path` in float32, once the file says the same as the model on `images` [B, C, H, W].
+    """Write the model to `path` in float32, if the file gives the model's logits on `images` [B, C, H, W].
 
-    format: "onnx" or "pt2". kind: "masked", "topk", "ragged" or "auto" (export_config.py says what they are).
+    format: "onnx" or "pt2". kind: "masked" computes every token and hides those that left, "topk" keeps as many rows of
+    every image, "ragged" crops the batch to its longest image, "auto" is the one with the fewest tokens.
     """
     if format not in ("onnx", "pt2"):
         raise unknown("format", format, ("onnx", "pt2"))
-    kind = choose(model, kind)
-    if format == "onnx":
-        need("onnx", "onnxscript", "onnxruntime")
+    kind, onnx = choose(model, kind), format == "onnx"
+    for name in ("onnx", "onnxscript", "onnxruntime") if onnx else ():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise UserError(f"ONNX export needs {name}: pip install 'adaptivit[export]'.") from None
     model = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
     images = sample(model) if images is None else images.to("cpu", torch.float32)
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), _quiet():
         try:
-            program = trace(Program(model, kind))
-            data = _as_onnx(program, model, kind) if format == "onnx" else _as_pt2(program, model, kind)
+            data = (_as_onnx if onnx else _as_pt2)(_traced(Program(model, kind)), about(model, kind))
         except Exception as error:  # of the exporters: anything
             raise UserError(
                 f"{model.policy_name} could not be exported as {format}, {kind} ({first_line(error)}); "
                 f"nothing was written. Try {'--kind masked' if kind != 'masked' else '--format pt2'}."
             ) from error
-        difference, flipped = compare(model, run_onnx(data) if format == "onnx" else run_pt2(data), images, tolerance)
+        difference, flipped = compare(model, (run_onnx if onnx else run_pt2)(data), images, tolerance)
     write_bytes(path, data)
     return Exported(str(path), kind, len(data), len(images), difference, flipped)
 
 
 def choose(model: AdaptiveViT, kind: str) -> str:
-    """The kind of graph that a policy has; `auto` is the one that computes the fewest tokens."""
-    if kind not in (*KINDS, "auto"):
-        raise unknown("kind", kind, (*KINDS, "auto"))
+    """The kind of graph for a policy; `auto` is the one that computes the fewest tokens."""
+    if kind not in (*LAYOUTS, "auto"):
+        raise unknown("kind", kind, (*LAYOUTS, "auto"))
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and cannot be exported.")
-    best = "topk" if model.policy.equal else "ragged"
+    equal = model.policy.equal
+    best = "topk" if equal else "ragged"
     if kind in ("auto", "masked", best):
         return best if kind == "auto" else kind
-    why = (
-        "keeps as many tokens in every image" if model.policy.equal else "keeps more tokens of some images than others"
-    )
+    why = "keeps as many tokens in every image" if equal else "keeps more tokens of some images than others"
     raise UserError(f"kind: {model.policy_name} {why}: expected {best} or masked, got {kind}.")
 
 
-def need(*modules: str) -> None:
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            raise UserError(f"ONNX export needs {name}: pip install 'adaptivit[export]'.") from None
-
-
-def trace(program: Program) -> Any:
+def _traced(program: Program) -> Any:
     """torch.export's graph, for any number of images."""
     backbone = program.model.backbone
     example = torch.randn(3, backbone.in_chans, *backbone.image_size, generator=torch.Generator().manual_seed(0))
@@ -135,19 +129,18 @@ def trace(program: Program) -> Any:
     return torch.export.export(program, (example,), dynamic_shapes={"images": {0: batch}}, strict=False)
 
 
-def _as_pt2(program: Any, model: AdaptiveViT, kind: str) -> bytes:
+def _as_pt2(program: Any, about: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={"adaptivit.json": json.dumps(about(model, kind))})
+    torch.export.save(program, buffer, extra_files={"adaptivit.json": json.dumps(about)})
     return buffer.getvalue()
 
 
-def _as_onnx(program: Any, model: AdaptiveViT, kind: str) -> bytes:
+def _as_onnx(program: Any, about: dict[str, Any]) -> bytes:
     names: Any = {"input_names": ["images"], "output_names": ["logits", "depth"]}
     table: dict[Any, Any] = {torch.ops.aten.sort.stable: _sort}
-    made = torch.onnx.export(program, dynamo=True, verbose=False, custom_translation_table=table, **names)
-    assert made is not None
-    proto: Any = made.model_proto
-    for name, value in about(model, kind).items():
+    made: Any = torch.onnx.export(program, dynamo=True, verbose=False, custom_translation_table=table, **names)
+    proto = made.model_proto  # made anew whenever it is asked for
+    for name, value in about.items():
         proto.metadata_props.add(key=name, value=value if isinstance(value, str) else json.dumps(value))
     return bytes(proto.SerializeToString())
 
@@ -200,9 +193,7 @@ def compare(model: AdaptiveViT, run: Run, images: Tensor, tolerance: float) -> t
     """The largest difference of a logit and the share of tokens of another depth: for all images at once, and for the
     first two one by one, since the number of images is free."""
     worst, flipped = 0.0, 0.0
-    for batch in (images, images[:1], images[1:2]):
-        if not len(batch):
-            continue
+    for batch in filter(len, (images, images[:1], images[1:2])):
         expected = model(batch, layout="masked")
         try:
             logits, depth = run(batch)
@@ -225,18 +216,15 @@ def compare(model: AdaptiveViT, run: Run, images: Tensor, tolerance: float) -> t
 
 
 def sample(model: AdaptiveViT) -> Tensor:
-    """scikit-learn's two photos where the model reads pictures, and as much noise."""
-    from .model_card import SAMPLES, pictures_for
-
-    noise = torch.randn(
-        2, model.backbone.in_chans, *model.backbone.image_size, generator=torch.Generator().manual_seed(1)
-    )
+    """scikit-learn's two photos if the model reads pictures, and two images of noise."""
+    shape = (2, model.backbone.in_chans, *model.backbone.image_size)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     return torch.cat([pictures_for(model, SAMPLES), noise]) if model.backbone.in_chans in (1, 3) else noise
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """The exporters talk a lot, of things that are theirs."""
+def _quiet() -> Iterator[None]:
+    """Without the exporters' own messages."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -11,9 +11,10 @@ from PIL import Image
 from torch import Tensor
 
 from .. import tasks
-from ..data.dataset import rgb
-from ..errors import DataError, UserError, first_line
+from ..data.dataset import open_image
+from ..errors import UserError
 from ..tasks.protocol import Task
+from ..utils.text import markdown_table
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
@@ -43,7 +44,7 @@ def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
         MARK,
         f"# {_cell(name) or f'{called}, {policy}'}",
         f"{called} with the policy `{policy}` of adaptivit: it spends work where the image needs it. "
-        f"Images of {size} px, {_classes(config, task)}.",
+        f"Images of {size} px, {_outputs(config, task)}.",
         "```python\nimport adaptivit\n\n"
         f'model = adaptivit.from_pretrained("{name or "this directory, or user/name on the Hub"}")\n'
         "transform = model.preprocessing.evaluation()  # from a PIL image to a tensor\n```",
@@ -55,15 +56,16 @@ def text(config: dict[str, Any], name: str = "", images: Any = None) -> str:
             f"## Where it works\n\n![Pictures beside a map of how many blocks computed each patch]({PICTURE})\n\n"
             f"Left: the input. Right: how many blocks computed each patch.{credit}"
         )
-    rows = "".join(f"| {k} | {_cell(v)} |\n" for k, v in config["settings"].items())
-    parts.append(f"## Settings of {policy}\n\n" + (f"| setting | value |\n|---|---|\n{rows}" if rows else "None."))
+    rows = [(k, _cell(v)) for k, v in config["settings"].items()]
+    settings = "\n".join(markdown_table(("setting", "value"), rows)) if rows else "None."
+    parts.append(f"## Settings of {policy}\n\n{settings}")
     if config.get("calibration"):
         parts.append("## Budgets\n\nconfig.json holds a calibration curve: `model.budget` needs no data.")
     parts.append(f"Saved by adaptivit {config['adaptivit']}, format {config['format']}.")
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def _classes(config: dict[str, Any], task: Task) -> str:
+def _outputs(config: dict[str, Any], task: Task) -> str:
     names, count = config.get("class_names"), config["backbone"]["changes"].get("num_classes")
     if not names:
         return f"{count} {task.noun}" if count else "no classifier"
@@ -75,14 +77,11 @@ def _results(results: Any, task: Task) -> str:
     """A table of what was measured; what is not understood stays in config.json."""
     rows = {k: v for k, v in results.items() if isinstance(v, dict)} if isinstance(results, dict) else {}
     columns = {"images": "images"} | {k: f"{m.title} {m.unit}".strip() for k, m in task.metrics.items()} | _COSTS
-    known = [c for c in columns if any(isinstance(r.get(c), (int, float)) for r in rows.values())]
+    known = {k: title for k, title in columns.items() if any(isinstance(r.get(k), (int, float)) for r in rows.values())}
     if not known:
         return "None are known."
-    lines = [
-        "| measured on | " + " | ".join(columns[c] for c in known) + " |",
-        "|---|" + "---|" * len(known),
-        *(f"| {_cell(name)} | " + " | ".join(_figure(row.get(c)) for c in known) + " |" for name, row in rows.items()),
-    ]
+    cells = [[_cell(name), *(_figure(row.get(k)) for k in known)] for name, row in rows.items()]
+    lines = markdown_table(["measured on", *known.values()], cells)
     return "\n".join(lines) + "\n\nGMACs are billions of multiply-accumulates for an image, as the papers' GFLOPs are."
 
 
@@ -91,8 +90,8 @@ def _figure(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Text that stays inside its cell."""
-    return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").split())
+    """One line without HTML."""
+    return " ".join(str(value).replace("<", "&lt;").split())
 
 
 def maps(model: AdaptiveViT, images: Any) -> bytes:
@@ -104,11 +103,9 @@ def maps(model: AdaptiveViT, images: Any) -> bytes:
     with torch.inference_mode():
         trace = model.eval()(tensors.to(keep.device, keep.dtype)).trace
     model.train(was_training)
-    grid = model.backbone.grid(*tensors.shape[2:])
-    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, grid).cpu()
-    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
-    shown = (tensors * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
-    return halting_maps(shown.numpy(), depth.numpy(), model.shape.layers, columns=2)
+    depth = trace.depth[:, trace.num_prefix_tokens :].unflatten(1, model.backbone.grid(*tensors.shape[2:])).cpu()
+    pixels = model.preprocessing.to_pixels(tensors)
+    return halting_maps(pixels.numpy(), depth.numpy(), model.shape.layers, columns=2)
 
 
 def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
@@ -116,25 +113,11 @@ def pictures_for(model: AdaptiveViT, images: Any) -> Tensor:
     channels = model.backbone.in_chans
     if channels not in (1, 3):
         raise UserError(f"images: a model of {channels} channels does not read pictures; leave them out.")
-    mode, transform = "RGB" if channels == 3 else "L", model.preprocessing.evaluation()
-    return torch.stack([transform(rgb(picture).convert(mode)) for picture in _opened(images)])
-
-
-def _opened(images: Any) -> list[Image.Image]:
-    if isinstance(images, str) and images == SAMPLES:
+    if images == SAMPLES:
         from sklearn.datasets import load_sample_images
 
-        return [Image.fromarray(array) for array in load_sample_images().images]
-    if isinstance(images, (str, Path)) or not isinstance(images, Sequence) or not images:
+        images = [Image.fromarray(array) for array in load_sample_images().images]
+    elif isinstance(images, (str, Path)) or not isinstance(images, Sequence) or not images:
         raise UserError(f"images: expected a list of pictures or their paths, or {SAMPLES!r}, got {images!r}.")
-    return [_open(image) for image in images]
-
-
-def _open(image: Any) -> Image.Image:
-    if isinstance(image, Image.Image):
-        return image
-    try:
-        with Image.open(image) as file:
-            return rgb(file)
-    except Exception as error:  # whatever a damaged file or another kind of object raises
-        raise DataError(f"Cannot read the image {image} ({first_line(error)}).") from None
+    mode, transform = "RGB" if channels == 3 else "L", model.preprocessing.evaluation()
+    return torch.stack([transform(open_image(image).convert(mode)) for image in images])

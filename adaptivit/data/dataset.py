@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .. import tasks
-from ..errors import DataError
+from ..errors import DataError, first_line
 from ..tasks.protocol import Labels, Task
 
 if TYPE_CHECKING:
@@ -49,6 +49,17 @@ def rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):  # PIL would cut it off at 255, all white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
+
+
+def open_image(image: Any) -> Image.Image:
+    """An upright RGB image of a file, or an image as it is; DataError names a file that cannot be read."""
+    if isinstance(image, Image.Image):
+        return rgb(image)
+    try:
+        with Image.open(image) as file:
+            return rgb(file)
+    except Exception as error:  # whatever a damaged file or another kind of object raises
+        raise DataError(f"Cannot read the image {image} ({first_line(error)}).") from None
 
 
 class Items(Sequence[Any]):

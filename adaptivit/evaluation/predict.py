@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from .. import tasks
-from ..data.dataset import SUFFIXES, UNREADABLE, image_files, rgb
-from ..errors import DataError, first_line
+from ..data.dataset import SUFFIXES, image_files, open_image
+from ..errors import DataError
 from ..model import AdaptiveViT
 from ..tasks.protocol import Task
 from ..utils.csv import csv_text
@@ -65,13 +64,7 @@ def predict(
     transform, task = model.preprocessing.evaluation(), tasks.get(model.task)
     done: list[Prediction] = []
     for i in range(0, len(paths), batch_size):
-        pictures = []
-        for path in paths[i : i + batch_size]:
-            try:
-                with Image.open(path) as file:
-                    pictures.append(transform(rgb(file)))
-            except UNREADABLE as error:
-                raise DataError(f"Cannot read the image {path} ({first_line(error)}).") from None
+        pictures = [transform(open_image(path)) for path in paths[i : i + batch_size]]
         output = model(torch.stack(pictures).to(device, next(model.parameters()).dtype), layout=layout)
         logits = output.logits.float().cpu()
         for b, path in enumerate(paths[i : i + batch_size]):

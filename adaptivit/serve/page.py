@@ -168,8 +168,7 @@ class Clock:
 
 def seen(model: AdaptiveViT, image: Tensor) -> str:
     """An image as the model sees it, as a data: URL."""
-    mean, std = (torch.tensor(v).reshape(-1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std))
-    pixels = ((image * std + mean).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).squeeze(-1)
+    pixels = (model.preprocessing.to_pixels(image[None])[0] * 255).round().to(torch.uint8).squeeze(-1)
     return f"data:image/png;base64,{base64.b64encode(_png(Image.fromarray(pixels.numpy()))).decode()}"
 
 

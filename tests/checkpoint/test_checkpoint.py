@@ -437,7 +437,7 @@ def test_the_card_says_what_is_known(tmp_path: Path) -> None:
     text = (tmp_path / "saved/README.md").read_text()
     assert text.startswith("---\nlibrary_name: adaptivit\n")
     assert "| threshold | 0.6 |" in text
-    assert "10 classes (a\\|b, &lt;c>, 0," in text
+    assert "10 classes (a|b, &lt;c>, 0," in text
     assert "None are known." in text
     assert model_card.PICTURE not in text
     assert not (tmp_path / "saved" / model_card.PICTURE).exists()

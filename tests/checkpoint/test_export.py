@@ -26,7 +26,7 @@ from tests.support.traces import random_trace
 
 HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "aht": ("aht", {"beta": -1.0}),
-    "received": ("aht", {"beta": -0.5, "feature": "received"}),
+    "received": ("aht_merge", PAPERS | {"beta": -0.5, "feature": "received"}),
     "aht_merge": ("aht_merge", PAPERS | {"beta": -1.0}),
     "avit": ("avit", {"gate_center": 1.0}),
     "act": ("act", {"bias": 0.0}),
@@ -179,7 +179,7 @@ def test_a_file_is_at_the_budget_of_the_model(policy: str, tmp_path: Path) -> No
 @pytest.fixture
 def instant(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Exporters that only say that they ran."""
-    monkeypatch.setattr(export, "trace", lambda program: program)
+    monkeypatch.setattr(export, "_traced", lambda program: program)
     monkeypatch.setattr(export, "_as_pt2", lambda *_: b"file")
     return monkeypatch
 
@@ -232,7 +232,7 @@ def test_what_an_exporter_cannot_do_is_one_line(instant: Any, tmp_path: Path) ->
     def fails(_: Any) -> None:
         raise RuntimeError("no such\noperator")
 
-    instant.setattr(export, "trace", fails)
+    instant.setattr(export, "_traced", fails)
     with pytest.raises(UserError, match=r"aht could not be exported as pt2, ragged \(no such\).*Try --kind masked"):
         adaptivit.export(tiny("aht"), tmp_path / "x", format="pt2", images=pictures())
     assert not (tmp_path / "x").exists()
