@@ -144,7 +144,7 @@ class AdaptiveViT(nn.Module):
         if position is None:
             return self.policy
         if position not in self._turned:
-            self._turned[position] = self.policy.turned(position)
+            self._turned[position] = self.policy.at_position(position)
         return self._turned[position]
 
     @property
@@ -158,7 +158,7 @@ class AdaptiveViT(nn.Module):
         self._limit, self._max_macs = limit, None if limit is None else budgets.parse(given).text
 
     def _choose(self, layout: str, device: torch.device) -> Choice:
-        fixed = self.policy.equal_in_training if self.training else self.policy.equal
+        fixed = self.policy.traits.fixed_counts_in_training if self.training else self.policy.traits.fixed_counts
         return select.choose(
             self.backbone,
             layout,

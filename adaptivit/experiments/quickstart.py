@@ -116,7 +116,7 @@ def _train_adaptive(config: QuickstartConfig, digits: Digits, bars: Progress, st
     model = create(DIGITS_VIT, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())
     first = next(digits.training(config.seed, 0, 64))
-    model.policy.calibrate(model, first.images)
+    model.policy.init_gate(model, first.images)
     recipe = replace(ADAPTIVE, seed=config.seed, epochs=1 if config.fast else ADAPTIVE.epochs)
     teacher = static.requires_grad_(False).eval()
     trained = _train("AHT-ViT   ", model, recipe, digits, bars, teacher)

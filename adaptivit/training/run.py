@@ -33,7 +33,7 @@ from ..model import AdaptiveViT
 from ..policies import spec
 from . import fsdp
 from .config import TrainConfig
-from .gate_init import calibrate
+from .gate_init import init_gate
 from .losses import (
     Budget,
     CrossEntropy,
@@ -134,7 +134,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.calibrate:
         with trainer.whole(averaged=False) as whole:
-            run.say(calibrate(whole, policy_settings, config, val_set, accelerator.device))
+            run.say(init_gate(whole, policy_settings, config, val_set, accelerator.device))
             if whole is not model:
                 refill(model, whole.state_dict())
         if trainer.average is not None:

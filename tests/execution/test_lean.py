@@ -73,7 +73,7 @@ def images_of(model: AdaptiveViT, batch: int = 4, seed: int = 0) -> Tensor:
 
 
 def compact(model: AdaptiveViT) -> tuple[str, ...]:
-    return ("packed", "gathered") if model.policy.equal else ("packed",)
+    return ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",)
 
 
 @pytest.fixture

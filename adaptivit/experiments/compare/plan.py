@@ -13,7 +13,7 @@ from ...factory import create, load
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig
-from ...training.gate_init import calibrate
+from ...training.gate_init import init_gate
 from ...training.methods import parse_method, slug
 from .config import CompareConfig
 from .results import STATIC, TRAINED_ON
@@ -86,5 +86,5 @@ def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
     )
     if training.weights is None:
         model.class_names = list(some.classes)
-    calibrate(model, values, training, some, "cpu")  # as training does before its first step
+    init_gate(model, values, training, some, "cpu")  # as training does before its first step
     return model
