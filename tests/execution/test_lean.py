@@ -299,7 +299,7 @@ def test_replays_in_either_order(name: str, few: int, seed: int, monkeypatch: py
 
 
 @both
-@pytest.mark.parametrize("case", ["aht", "aht, folds", "avit", "fold", "amod", "confidence"])
+@pytest.mark.parametrize("case", ["aht", "aht_merge", "avit", "fold", "amod", "confidence"])
 def test_policies_in_either_order(
     case: str, few: int, monkeypatch: pytest.MonkeyPatch, ran: Callable[[], set[str]]
 ) -> None:
