@@ -44,7 +44,6 @@ class AdaptiveViT(nn.Module):
         self.backbone_name = name  # the timm name, where there is one
         self.policy = policies.build(policy, self.shape, settings)
         self.whole: Shape | None = None  # of the backbone that this one was cut out of (static:width)
-        self.compile_blocks = False  # in training, and of a teacher: execution/compiled.py
         self.recompute = False  # in training: execution/checkpointed.py
         self.task = "classification"  # by name; adaptivit.tasks has what it means
         self.class_names: list[str] | None = None  # of the outputs
@@ -144,7 +143,7 @@ class AdaptiveViT(nn.Module):
         if position is None:
             return self.policy
         if position not in self._turned:
-            self._turned[position] = self.policy.at_position(position)
+            self._turned[position] = self.policy.turned(position)
         return self._turned[position]
 
     @property
@@ -158,7 +157,7 @@ class AdaptiveViT(nn.Module):
         self._limit, self._max_macs = limit, None if limit is None else budgets.parse(given).text
 
     def _choose(self, layout: str, device: torch.device) -> Choice:
-        fixed = self.policy.traits.fixed_counts_in_training if self.training else self.policy.traits.fixed_counts
+        fixed = self.policy.equal_in_training if self.training else self.policy.equal
         return select.choose(
             self.backbone,
             layout,
@@ -166,7 +165,6 @@ class AdaptiveViT(nn.Module):
             next(self.parameters()).dtype,
             fixed_counts=fixed,
             training=self.training,
-            compile_blocks=self.compile_blocks,
             recompute=self.recompute,
         )
 

@@ -34,6 +34,7 @@ from adaptivit.data.gpu_pipeline import Source, training_images
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer, _accelerator, _trainer
 from adaptivit.utils.environment import commit
+from adaptivit.utils.settings import changed
 
 PER_EPOCH = 1000  # steps, for the learning rate alone
 
@@ -109,7 +110,12 @@ def measure(batch: int, options: argparse.Namespace) -> None:
     labelled = images_of(options)
     classes = len(labelled.classes)
     base = TrainConfig(data="", policy="static", device=options.device, precision=options.precision)
-    base = replace(base, compile=options.compile, augment=options.augment, random_erasing=options.random_erasing)
+    changes = {
+        "run.compile": options.compile,
+        "augment.kind": options.augment,
+        "augment.erasing": options.random_erasing,
+    }
+    base = changed(base, changes)
     accelerator = _accelerator(base)
     device = accelerator.device
     contenders: dict[str, Contender] = {}
@@ -121,9 +127,7 @@ def measure(batch: int, options: argparse.Namespace) -> None:
         if name == "random":
             batches = fixed(batch, model.preprocessing.size, classes, device)
         else:
-            source = training_images(
-                labelled, model.preprocessing, replace(base.augmentation, on=name), base.seed, device
-            )
+            source = training_images(labelled, model.preprocessing, replace(base.augment, on=name), base.seed, device)
             batches = endless(source, batch, options.workers)
         times[name] = preparation(batches, options.steps)
         contenders[name] = Contender(trainer, batches)
@@ -194,7 +198,7 @@ if __name__ == "__main__":
     parser.add_argument("--random-erasing", type=float, default=0.25)
     parser.add_argument("--ways", nargs="+", default=["device"], choices=["device", "cpu"])
     parser.add_argument("--workers", type=int, default=0, help="processes of the way `cpu`")
-    parser.add_argument("--compile", default="no", choices=["no", "blocks", "whole"])
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="a turn")

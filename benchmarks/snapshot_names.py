@@ -42,7 +42,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vit": ("vit", "backbone"),
     "gate_init": ("gate_init", "init_gate", "start_gate", "calibrate"),  # of a policy
     "recompute": ("recompute", "checkpoint_activations", "checkpointed"),  # of a model
-    "budget_share": ("budget_share", "share"),  # of a training config or its losses
+    "budget_share": ("cost_target", "budget_share", "share"),  # of a training config or its losses
     "finish": ("finish", "settle"),  # of NormFused
     "num_prefix_tokens": ("num_prefix_tokens", "prefix"),  # of a trace
     "knob": ("position", "knob"),  # of a point of a calibration curve
@@ -62,7 +62,7 @@ DECISION_FIELDS = {
 NOT_RECORDED = {"stays", "left", "alive", "remaining"}  # fields of decisions that a trace leaves out
 FACTS: dict[str, str] = {}  # facts of a trace
 PARTS: dict[str, str] = {"aux": "asked"}  # parts of the MACs
-LOSS_TERMS: dict[str, str] = {}  # names of loss terms
+LOSS_TERMS = {"cost": "budget"}  # names of loss terms
 LAYOUT_NAMES: dict[str, str] = {"padded": "cropped"}  # what Output.layout says
 POOLED: dict[str, str] = {"alive": "remaining"}  # Trace.pooled
 

@@ -32,8 +32,9 @@ from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import get
 from adaptivit.training.run import Trainer, _accelerator, _trainer, objective
 from adaptivit.utils.environment import commit
+from adaptivit.utils.settings import changed
 
-KINDS: dict[str, Any] = {"compiled": "whole", "blocks": "blocks", "eager": "no"}
+KINDS = ("compiled", "eager")
 PER_EPOCH = 1000  # steps, for the learning rate alone
 
 
@@ -91,9 +92,10 @@ class Contender:
 
 def configuration(method: str, kind: str, options: argparse.Namespace) -> TrainConfig:
     """The recipe aht-budget without its teacher, and the same without adaptivity for static."""
-    config = replace(get("aht-budget"), distill=0.0, compile=KINDS[kind], precision="bf16", device=options.device)
+    config = replace(get("aht-budget"), precision="bf16", device=options.device)
+    config = changed(config, {"loss.distill": 0.0, "run.compile": kind == "compiled"})
     if method == "static":
-        config = replace(config, policy="static", target_depth=0.0, budget=0.0)
+        config = changed(config, {"policy": "static", "loss.target_depth": 0.0, "loss.cost": 0.0})
     return config
 
 
@@ -103,13 +105,12 @@ def build(method: str, kind: str, batches: list[Loaded], options: argparse.Names
     torch.manual_seed(0)
     accelerator = _accelerator(config)
     model = adaptivit.create(options.backbone, policy, num_classes=options.classes, **given).to(accelerator.device)
-    model.policy.init_gate(model, batches[0].images[:64])
+    model.policy.calibrate(model, batches[0].images[:64])
     trainer = _trainer(config, model, accelerator, options.classes)
     if "teacher" in method:
         teacher = adaptivit.create(options.backbone, "static", num_classes=options.classes).to(accelerator.device)
-        teacher.regional = config.compile == "blocks"
         trainer.teacher = teacher.requires_grad_(False).eval()
-        trainer.objective = objective(replace(config, distill=1.0))
+        trainer.objective = objective(changed(config, {"loss.distill": 1.0}))
     return Contender(trainer, batches)
 
 
@@ -197,7 +198,7 @@ if __name__ == "__main__":
     parser.add_argument("--backbone", default="deit_small_patch16_224")
     parser.add_argument("--batch", nargs="+", type=int, default=[128, 256])
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--teacher", action="store_true", help="AHT-ViT with distillation as well")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="a turn")

@@ -52,7 +52,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
     def trial(config: TrainConfig, show: bool = True) -> Result:
         ran.append(config)
-        return result(50 + 1e4 * config.lr - config.ponder, 0.5 + 400 * config.lr)
+        return result(50 + 1e4 * config.optim.lr - config.loss.ponder, 0.5 + 400 * config.optim.lr)
 
     monkeypatch.setattr(run, "run_trial", trial)
     monkeypatch.setattr(run, "_check", lambda *_: None)

@@ -54,7 +54,7 @@ def broadcast(given: Any, images: int, what: str) -> list[Any]:
 
 
 def curve(model: AdaptiveViT, why: str) -> Calibration:
-    if model.policy.traits.dial is None:
+    if model.policy.dial is None:
         raise UserError(f"{why}: the policy {model.policy_name!r} has no dial that a budget could turn.")
     if model.calibration is None:
         raise UserError(f"{why}: this model is not calibrated; call model.calibrate(images) or adaptivit calibrate.")
@@ -79,7 +79,7 @@ def checked_limit(model: AdaptiveViT, given: object, tokens: int) -> float | Non
     macs = limit.macs or (limit.share or 0.0) * CostModel(model.whole or model.shape, tokens).static
     if fixes_counts(model.policy):
         least = curve(model, "max_macs").points[-1].macs
-    elif model.policy.policy_macs(0, costs) is None:
+    elif model.policy.overhead(0, costs) is None:
         raise UserError(f"max_macs: the policy {model.policy_name!r} cannot be held to a limit.")
     else:
         least = minimum(model.policy, costs)
@@ -102,10 +102,8 @@ def restore(model: AdaptiveViT, calibration: dict[str, Any] | None, max_macs: st
 
 def _check_curve(model: AdaptiveViT, found: Calibration) -> None:
     policy = model.policy
-    if found.dial != policy.traits.dial or found.continuous == fixes_counts(policy):
-        raise ValueError(
-            f"the calibration is of {found.dial!r}, the dial of {model.policy_name} is {policy.traits.dial!r}"
-        )
+    if found.dial != policy.dial or found.continuous == fixes_counts(policy):
+        raise ValueError(f"the calibration is of {found.dial!r}, the dial of {model.policy_name} is {policy.dial!r}")
     if found.tokens != model.shape.tokens:
         raise ValueError(f"the calibration is of {found.tokens} tokens, the model has {model.shape.tokens}")
 
@@ -122,7 +120,7 @@ def fitting(
 
 def fixes_counts(policy: Policy) -> bool:
     """Whether every position of the dial has shapes of its own."""
-    return policy.traits.dial not in (None, "shift")
+    return policy.dial not in (None, "shift")
 
 
 def split_batch(
@@ -148,7 +146,7 @@ def split_batch(
         made = [budgets.parse(one) for one in broadcast(budget, len(images), "budget")]
         positions = [solve(model, one, images.device) for one in made]
     held = any(limit is not None for limit in limits)
-    if held and "exits" in policy.traits.optional_aux and "exits" in aux:
+    if held and "exits" in policy.optional_aux and "exits" in aux:
         raise UserError("max_macs: with aux=('exits',) nobody leaves, so no limit can be held.")
     if tokens != model.shape.tokens and (any(p is not None for p in positions) or (held and fixes_counts(policy))):
         raise UserError(f"budget: the curve is of images of {model.shape.tokens} tokens, these have {tokens}.")

@@ -81,7 +81,7 @@ def calibrate(
         points = _steps(model, batches) if fixes_counts(model.policy) else _slope(model, batches, static, progress)
         continuous = not fixes_counts(model.policy)
         made = Calibration(
-            dial=model.policy.traits.dial or "",
+            dial=model.policy.dial or "",
             continuous=continuous,
             tokens=model.shape.tokens,
             static=static,
@@ -107,7 +107,7 @@ def static_macs(model: AdaptiveViT) -> float:
 
 
 def _check(model: AdaptiveViT, wanted: Budget | None, latency_batch: int | None) -> None:
-    if model.policy.traits.dial is None:
+    if model.policy.dial is None:
         raise UserError(f"calibrate: the policy {model.policy_name!r} has no dial that a budget could turn.")
     if latency_batch is not None and latency_batch < 1:
         raise UserError(f"latency_batch: expected at least 1 image, got {latency_batch}.")
@@ -131,7 +131,7 @@ def _steps(model: AdaptiveViT, batches: Sequence[Tensor]) -> list[Point]:
     """Every step of a dial that fixes counts, from dear to cheap."""
     meter = Meter(model, [batches[0][:1]])
     dear, cheap = model.policy.positions()
-    if model.policy.traits.dial == "depth":  # whole blocks
+    if model.policy.dial == "depth":  # whole blocks
         return [meter(float(depth)) for depth in range(int(dear), int(cheap) - 1, -1)]
     return _halved(meter, [meter(dear), meter(cheap)], lambda a, b: a.live - b.live > 0.5, abs(dear - cheap) / 1024)
 
@@ -271,7 +271,7 @@ def _spread(points: Sequence[Point], count: int) -> list[Point]:
 def _at(model: AdaptiveViT, position: float | None) -> Callable[[Tensor], Output]:
     """The model at one position of its dial; None: as its settings say."""
     counts = fixes_counts(model.policy)
-    policy = model.policy.at_position(position) if counts and position is not None else model.policy
+    policy = model.policy.turned(position) if counts and position is not None else model.policy
 
     def run(images: Tensor) -> Output:
         turn = RunSetting(policy)

@@ -113,7 +113,7 @@ def choose(model: AdaptiveViT, kind: str) -> str:
         raise unknown("kind", kind, (*LAYOUTS, "auto"))
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and cannot be exported.")
-    equal = model.policy.traits.fixed_counts
+    equal = model.policy.equal
     best = "topk" if equal else "ragged"
     if kind in ("auto", "masked", best):
         return best if kind == "auto" else kind

@@ -22,7 +22,8 @@ from ..experiments.sweep.config import SweepConfig, from_recipe
 from ..policies import get, names
 from ..policies.spec import describe
 from ..serve.config import DemoConfig, ServeConfig
-from ..training.config import TrainConfig
+from ..training.config import GROUPS, RENAMED, TrainConfig
+from ..utils.settings import kinds
 from .config import EvaluateConfig, PredictConfig
 from .recipes import RecipesConfig
 from .visualize_config import VisualizeConfig
@@ -108,6 +109,10 @@ def _parse(command: str, rest: list[str]) -> Any:
     if twice in _LISTS:  # of other flags the last one counts
         raise UserError(f"{twice} was given {flags.count(twice)} times; give all its values after one.")
     cls = _COMMANDS[command][0]
+    if command in ("train", "compare", "sweep"):
+        for flag in flags:
+            if (said := _old_flag(flag, cls)) is not None:
+                raise UserError(said)
     default: Any = None
     if command == "train":
         name = _recipe_name(rest)
@@ -122,6 +127,17 @@ def _parse(command: str, rest: list[str]) -> Any:
     if default is not None:
         return tyro.cli(cls, args=rest, default=default, prog=f"adaptivit {command}")
     return tyro.cli(cls, args=rest, prog=f"adaptivit {command}")
+
+
+def _old_flag(flag: str, cls: type) -> str | None:
+    """What a flag from before 0.2 is called now."""
+    name = flag[2:].replace("-", "_")
+    no, name = name.startswith("no_"), name.removeprefix("no_")
+    if name not in RENAMED or (name in kinds(cls) and name not in GROUPS):
+        return None
+    group, dot, key = RENAMED[name].rpartition(".")
+    new = f"--{group}{dot}{'no-' * no}{key}".replace("_", "-")
+    return f"{flag} is {new} now." if key else f"{flag} is gone; see CHANGELOG.md."
 
 
 def _recipe_name(rest: list[str]) -> str | None:

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from ..backbones.preprocessing import Preprocessing
 from .augment_config import AugmentConfig
 
-PAD = 8  # the share of the side by which `--augment pad` pads: 4 pixels of CIFAR's 32
+PAD = 8  # the share of the side by which `--augment.kind pad` pads: 4 pixels of CIFAR's 32
 
 
 def training_transform(preprocessing: Preprocessing, config: AugmentConfig) -> Callable[[Image.Image], Tensor]:

@@ -35,8 +35,8 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         for name in ("color_jitter", "mixup", "cutmix"):
-            at_least(name, getattr(self, name), 0)
+            at_least(f"augment.{name}", getattr(self, name), 0)
         for name in ("erasing", "label_smoothing"):
-            between(name, getattr(self, name), 0.0, 1.0)
-        require(0 < self.crop_scale <= 1, "crop_scale", "a share of the area in (0, 1]", self.crop_scale)
-        require(0 <= self.rand_magnitude <= 30, "rand_magnitude", "0..30", self.rand_magnitude)
+            between(f"augment.{name}", getattr(self, name), 0.0, 1.0)
+        require(0 < self.crop_scale <= 1, "augment.crop_scale", "a share of the area in (0, 1]", self.crop_scale)
+        require(0 <= self.rand_magnitude <= 30, "augment.rand_magnitude", "0..30", self.rand_magnitude)

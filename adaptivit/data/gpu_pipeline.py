@@ -43,7 +43,7 @@ def training_images(
     """The images as a configuration augments them, on the CPU or on the device."""
     hindrance = _hindrance(labelled, preprocessing, device)
     if config.on == "device" and hindrance is not None:
-        raise UserError(f"augment_on: device was asked for, but {hindrance}. Leave it at auto or cpu.")
+        raise UserError(f"augment.on: device was asked for, but {hindrance}. Leave it at auto or cpu.")
     if hindrance is None and (config.on == "device" or (config.on == "auto" and device.type == "cuda")):
         return OnDevice(labelled, preprocessing, device, config, seed)
     return Images(labelled, training_transform(preprocessing, config), seed)

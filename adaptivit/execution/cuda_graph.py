@@ -91,7 +91,7 @@ class Captured:
         """Where the dial stands, in tensors that the graph reads anew at every replay."""
         model, images = self.model, self._images
         (turn,) = split_batch(model, images)
-        if turn.shift is None and model.policy.traits.dial == "shift" and model.calibration is not None:
+        if turn.shift is None and model.policy.dial == "shift" and model.calibration is not None:
             turn = replace(turn, shift=torch.zeros(self.batch, device=images.device))
         return turn
 

@@ -11,7 +11,6 @@ from ..errors import unknown
 from ..layouts import LAYOUTS, GatheredOnDevice, Layout, PackedOnDevice
 from . import cpu, triton
 from .checkpointed import CheckpointedExecutor
-from .compiled import CompiledExecutor
 from .cpu import CpuExecutor
 from .torch import Executor
 from .triton import TritonExecutor
@@ -44,7 +43,6 @@ def choose(
     *,
     fixed_counts: bool,
     training: bool,
-    compile_blocks: bool = False,
     recompute: bool = False,
 ) -> Choice:
     """The layout of that name (`auto`: the fastest one that is correct) and the executor with the fewest passes.
@@ -73,8 +71,6 @@ def choose(
     executor = Executor(backbone)
     if training and recompute and torch.is_grad_enabled():
         executor = CheckpointedExecutor(backbone)
-    elif compile_blocks and (training or not chosen.drops_rows):
-        executor = CompiledExecutor(backbone)
     elif not training and chosen.drops_rows and cpu.refusal(backbone, device) is None:
         executor = CpuExecutor(backbone)
     return Choice(chosen, executor, why, refusal)

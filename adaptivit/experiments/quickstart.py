@@ -22,7 +22,7 @@ from ..evaluation.timing import Timing, interleaved
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
-from ..training.config import TrainConfig
+from ..training.config import LossConfig, OptimConfig, TrainConfig
 from ..training.optim import adamw
 from ..training.run import objective
 from ..training.step import Trainer
@@ -34,17 +34,19 @@ from ..visualize.html import Picture, write_report
 from .quickstart_config import QuickstartConfig
 
 STATIC = TrainConfig(
-    data="digits", policy="static", epochs=12, batch_size=32, lr=2e-3, min_lr=0.0, warmup_epochs=1.2, device="cpu"
+    data="digits",
+    policy="static",
+    epochs=12,
+    batch_size=32,
+    device="cpu",
+    optim=OptimConfig(lr=2e-3, min_lr=0.0, warmup_epochs=1.2),
 )
 ADAPTIVE = replace(
     STATIC,
     policy="aht:straight_through=true",
     epochs=9,
-    lr=1e-3,
-    distill=1.0,
-    budget=10.0,
-    budget_share=0.4,
-    target_depth=0.1,
+    optim=replace(STATIC.optim, lr=1e-3),
+    loss=LossConfig(distill=1.0, cost=10.0, cost_target=0.4, target_depth=0.1),
 )
 
 
@@ -116,7 +118,7 @@ def _train_adaptive(config: QuickstartConfig, digits: Digits, bars: Progress, st
     model = create(DIGITS_VIT, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())
     first = next(digits.training(config.seed, 0, 64))
-    model.policy.init_gate(model, first.images)
+    model.policy.calibrate(model, first.images)
     recipe = replace(ADAPTIVE, seed=config.seed, epochs=1 if config.fast else ADAPTIVE.epochs)
     teacher = static.requires_grad_(False).eval()
     trained = _train("AHT-ViT   ", model, recipe, digits, bars, teacher)

@@ -1,4 +1,4 @@
-"""--fsdp: every process keeps a part of each weight, of its gradient and of AdamW's state (PyTorch's FSDP2).
+"""--run.fsdp: every process keeps a part of each weight, of its gradient and of AdamW's state (PyTorch's FSDP2).
 
 Every Linear of a block is a unit of its own, gathered when it runs and given back after it: the loop in forward.py
 calls the parts of a block, never the block. All else (norms, embeddings, head, policy) is one unit.

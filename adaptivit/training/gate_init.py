@@ -1,4 +1,4 @@
-"""Starting values of a policy's gate, before training or instead of it."""
+"""Where a policy starts from before training, or instead of it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..model import AdaptiveViT
 from .config import TrainConfig
 
 
-def init_gate(
+def calibrate(
     model: AdaptiveViT, values: dict[str, Any], config: TrainConfig, some: Labelled, device: torch.device | str
 ) -> str | None:
     """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
     this kind; returns a line that says what was done."""
-    weights, aims = config.weights, config.budget or getattr(model.policy.settings, "start_at", "") == "budget"
-    share = config.budget_share if aims else None
+    weights, aims = config.weights, config.loss.cost or getattr(model.policy.settings, "start_at", "") == "budget"
+    share = config.loss.cost_target if aims else None
     trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name
     if "beta" in values or trained:
         return None
     images = evaluation_images(some.spread(64), model.preprocessing, device)
     batch = next(dataset.batches(images, dataset.in_order(len(images), 64)))
-    return model.policy.init_gate(model, batch.images.to(device), share) if len(batch.labels) else None
+    return model.policy.calibrate(model, batch.images.to(device), share) if len(batch.labels) else None

@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 # One colour a term, the same in every run.
 _TERMS = {
-    "task": ACCENT, "ponder": "#d1495b", "target_depth": "#3d5a98", "prior": "#8ab0e0", "budget": "#e08e1b",
+    "task": ACCENT, "ponder": "#d1495b", "target_depth": "#3d5a98", "prior": "#8ab0e0", "cost": "#e08e1b",
     "ratio": "#8e5aa8", "exits": "#4c9a2a", "expected": "#a3a51c", "geometric": "#8c6239", "distill": "#c86fb0",
     "features": "#2aa6c9",
 }  # fmt: skip

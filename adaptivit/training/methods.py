@@ -1,9 +1,9 @@
 """A method as one word of a command line: a policy, perhaps a recipe, perhaps settings. Nothing here imports torch.
 
-    policy[:item,item,...]      aht   aht:balanced   avit:paper,ponder=1e-3   dynamicvit:keep=0.7
+    policy[:item,item,...]      aht   aht:balanced   avit:paper,loss.ponder=1e-3   dynamicvit:keep=0.7
 
 An item without `=` names the recipe whose losses the method trains with. An item with `=` is a setting of the policy
-or one of the losses in config.LOSSES.
+or one of config.LOSSES.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-import typing
 from typing import Any
 
 from ..errors import UserError, unknown
 from ..policies import get
 from ..policies import spec as settings
-from ..utils.coerce import convert
+from ..utils.settings import defaults, flat
 from . import recipes
-from .config import LOSSES, TrainConfig
+from .config import LOSSES, TrainConfig, with_settings, wrong_name
 
 
 def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:
@@ -45,15 +44,14 @@ def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:
     recipe = _recipe(policy, named[0] if named else None)
     own = {f.name for f in dataclasses.fields(record.settings)}
     values = _items(recipe.policy) | {k: v for k, v in given.items() if k in own}
-    losses = {name: getattr(recipe, name) for name in LOSSES}
-    hints = typing.get_type_hints(TrainConfig)
+    losses = {name: value for name, value in flat(recipe).items() if name in LOSSES}
     for key in given.keys() - own:
         if key not in LOSSES:
-            raise unknown(f"setting or loss of method {policy!r}:", key, own | set(LOSSES))
-        losses[key] = convert(key, given[key], hints[key])
+            raise wrong_name(f"setting or loss of method {policy!r}:", key, own | set(LOSSES))
+        losses[key] = given[key]
     text = policy + (":" if values else "") + ",".join(f"{k}={v}" for k, v in values.items())
     settings.parse(text)  # a bad value is said now
-    return dataclasses.replace(shared, policy=text, recipe=None, **losses)
+    return with_settings(dataclasses.replace(shared, policy=text, recipe=None), losses)
 
 
 def _recipe(policy: str, name: str | None) -> TrainConfig:
@@ -93,9 +91,9 @@ def full_spec(config: TrainConfig) -> str:
         if written or value != getattr(plain, f.name) or value != getattr(there, f.name):
             text = "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
             items[f.name] = "none" if value is None else text
-    for name in LOSSES:
-        value = getattr(config, name)
-        if value != getattr(TrainConfig, name) or value != getattr(bare, name):
+    usual, there = defaults(TrainConfig), flat(bare)
+    for name, value in flat(config).items():
+        if name in LOSSES and (value != usual[name] or value != there[name]):
             items[name] = str(value)
     return policy + (":" if items else "") + ",".join(f"{k}={v}" for k, v in items.items())
 

@@ -1,4 +1,4 @@
-"""A batch in parts: every process has a share of it, and with --accumulate takes that in several steps.
+"""A batch in parts: every process has a share of it, and with --run.accumulate takes that in several steps.
 
 What a loss is made of is that of the whole batch, however many parts it has; so is what is random (draws.py).
 """

@@ -27,21 +27,22 @@ def adamw(model: AdaptiveViT, config: TrainConfig) -> torch.optim.AdamW:
             decays = parameter.ndim > 1 and name.removeprefix("vit.") not in still
             group = {
                 "params": [],
-                "weight_decay": config.weight_decay if decays else 0.0,
-                "share": config.backbone_lr if backbone else 1.0,  # of the learning rate
+                "weight_decay": config.optim.weight_decay if decays else 0.0,
+                "share": config.optim.backbone_lr if backbone else 1.0,  # of the learning rate
                 "backbone": backbone,
             }
             groups.setdefault((backbone, decays, parameter.ndim == 0), group)["params"].append(parameter)
-    return torch.optim.AdamW(list(groups.values()), lr=config.lr, fused=True)
+    return torch.optim.AdamW(list(groups.values()), lr=config.optim.lr, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """Linear warm-up, then a cosine down to min_lr; a function of the step, so that a resumed run needs no state."""
-    warm, total = config.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
+    own = config.optim
+    warm, total = own.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
     if step < warm:
-        return config.lr * (step + 1) / max(warm, 1)
+        return own.lr * (step + 1) / max(warm, 1)
     share = (step - warm) / max(total - warm, 1)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+    return own.min_lr + (own.lr - own.min_lr) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
 class Average:

@@ -33,7 +33,7 @@ from ..model import AdaptiveViT
 from ..policies import spec
 from . import fsdp
 from .config import TrainConfig
-from .gate_init import init_gate
+from .gate_init import calibrate
 from .losses import (
     Budget,
     CrossEntropy,
@@ -56,21 +56,22 @@ from .step import Seen, Trainer, judged, taught
 
 def objective(config: TrainConfig) -> Objective:
     """The loss that a configuration asks for."""
-    target, actual = config.detach == "target", config.detach == "actual"
-    target_depth = TargetDepth(config.sigma, config.mass, config.kl, target, actual, config.mass_tau)
+    loss, smoothing = config.loss, config.augment.label_smoothing
+    target, actual = loss.detach == "target", loss.detach == "actual"
+    target_depth = TargetDepth(loss.sigma, loss.mass, loss.kl, target, actual)
     return Objective(
         {
-            "task": (config.task, CrossEntropy(config.label_smoothing)),
-            "ponder": (config.ponder, Ponder(config.ponder_form)),
-            "target_depth": (config.target_depth, target_depth),
-            "prior": (config.prior, DistributionPrior(config.prior_form, config.prior_depth)),
-            "budget": (config.budget, Budget(config.budget_share)),
-            "ratio": (config.ratio, KeepRatio()),
-            "exits": (config.exits, Exits(config.label_smoothing)),
-            "expected": (config.expected, Expected(config.label_smoothing)),
-            "geometric": (config.geometric, Geometric()),
-            "distill": (config.distill, Distillation(config.distill_temperature)),
-            "features": (config.features, Features()),
+            "task": (loss.task, CrossEntropy(smoothing)),
+            "ponder": (loss.ponder, Ponder()),
+            "target_depth": (loss.target_depth, target_depth),
+            "prior": (loss.prior, DistributionPrior(loss.prior_form, loss.prior_depth)),
+            "cost": (loss.cost, Budget(loss.cost_target)),
+            "ratio": (loss.ratio, KeepRatio()),
+            "exits": (loss.exits, Exits(smoothing)),
+            "expected": (loss.expected, Expected(smoothing)),
+            "geometric": (loss.geometric, Geometric()),
+            "distill": (loss.distill, Distillation()),
+            "features": (loss.features, Features()),
         }
     )
 
@@ -111,7 +112,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
         weights=config.weights,
         num_classes=classes,
         img_size=config.img_size,
-        drop_path_rate=config.drop_path,
+        drop_path_rate=config.optim.drop_path,
         **policy_settings,
     )
     if policy == "replay":
@@ -121,10 +122,10 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     model.class_names = list(train_set.classes)
     model.calibration, model.budget, model.max_macs = None, None, None  # of the weights that it starts from
     trainer = _trainer(config, model, accelerator, classes)
-    images = training_images(train_set, model.preprocessing, config.augmentation, config.seed, accelerator.device)
+    images = training_images(train_set, model.preprocessing, config.augment, config.seed, accelerator.device)
     val = evaluation_images(val_set, model.preprocessing, accelerator.device)
     if not trainer.objective.terms:
-        raise UserError("No loss has a weight > 0: give --task, --exits, --expected or another.")
+        raise UserError("No loss has a weight > 0: give --loss.task, --loss.exits, --loss.expected or another.")
     _probe(trainer, val)
     accelerator.wait_for_everyone()  # all have seen what OUT was
     run.open()
@@ -132,33 +133,31 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     if notes:
         run.say(f"left out: {notes[0]}" + f", and {len(notes) - 1} more" * (len(notes) > 1))
     start = run.restore(trainer) if config.resume else 0
-    if start == 0 and config.calibrate:
+    if start == 0 and config.gate_init:
         with trainer.whole(averaged=False) as whole:
-            run.say(init_gate(whole, policy_settings, config, val_set, accelerator.device))
+            run.say(calibrate(whole, policy_settings, config, val_set, accelerator.device))
             if whole is not model:
                 refill(model, whole.state_dict())
         if trainer.average is not None:
-            trainer.average = Average(model, config.ema)
+            trainer.average = Average(model, config.optim.ema)
     return _loop(trainer, run, images, val, start, show, stop)
 
 
 def _divisible(config: TrainConfig, processes: int) -> None:
-    parts = processes * config.accumulate
-    what = f"{processes} processes" + (
-        f" times {config.accumulate} parts (--accumulate)" if config.accumulate > 1 else ""
-    )
+    how, parts = config.run, processes * config.run.accumulate
+    what = f"{processes} processes" + f" times {how.accumulate} parts (--run.accumulate)" * (how.accumulate > 1)
     if config.batch_size % parts:
         raise UserError(f"batch_size: expected a multiple of {what}, got {config.batch_size}.")
-    if (config.mixup or config.cutmix) and config.batch_size // parts % 2:
+    if (config.augment.mixup or config.augment.cutmix) and config.batch_size // parts % 2:
         raise UserError(
-            f"mixup: expected an even number of images a process and part, got {config.batch_size} / {parts}."
+            f"augment.mixup: expected an even number of images a process and part, got {config.batch_size} / {parts}."
         )
-    if config.fsdp and processes == 1:
-        raise UserError("fsdp: expected several processes to share the weights, got one; start it with torchrun.")
-    if config.fsdp and config.compile != "no":
-        raise UserError("fsdp: cannot be combined with --compile yet; leave one of them out.")
-    if config.checkpoint_activations and config.compile != "no":
-        raise UserError("checkpoint_activations: cannot be combined with --compile, which chooses itself what to keep.")
+    if how.fsdp and processes == 1:
+        raise UserError("run.fsdp: expected several processes to share the weights, got one; start it with torchrun.")
+    if how.fsdp and how.compile:
+        raise UserError("run.fsdp: cannot be combined with --run.compile yet; leave one of them out.")
+    if how.checkpoint_activations and how.compile:
+        raise UserError("run.checkpoint_activations: cannot be combined with --run.compile, which keeps what it needs.")
 
 
 @contextlib.contextmanager
@@ -191,17 +190,17 @@ def _probe(trainer: Trainer, val: Source) -> None:
             try:
                 term(output, known)
             except UserError as error:
-                policy = trainer.model.policy_name
-                raise UserError(f"--{name.replace('_', '-')}: the policy {policy!r} cannot serve it: {error}") from None
+                what = f"--loss.{name.replace('_', '-')}: the policy {trainer.model.policy_name!r} cannot serve it"
+                raise UserError(f"{what}: {error}") from None
 
 
 def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, classes: int) -> Trainer:
     teacher = None
-    if config.distill or config.features:
+    if config.loss.distill or config.loss.features:
         teacher = _teacher(config, model.class_names or []).to(accelerator.device)
-    model.recompute = config.checkpoint_activations
+    model.recompute = config.run.checkpoint_activations
     whole, wrapped = None, model
-    if config.fsdp:
+    if config.run.fsdp:
         whole = copy.deepcopy(model)
         fsdp.shard(model, accelerator.device.type, accelerator.num_processes)
         optimizer = adamw(model, config)
@@ -210,18 +209,15 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
         for name in ("forward", "_original_forward"):  # accelerate's autocast, which validation would run under too
             vars(model).pop(name, None)
     mixup = None
-    if config.mixup or config.cutmix:
-        mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=classes)
-    average = Average(model, config.ema) if config.ema else None
+    if config.augment.mixup or config.augment.cutmix:
+        mixup = Mixup(config.augment.mixup, config.augment.cutmix, label_smoothing=0.0, num_classes=classes)
+    average = Average(model, config.optim.ema) if config.optim.ema else None
     trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
     trainer.copy = whole
-    if config.compile == "blocks":
-        for one in filter(None, (model, teacher)):
-            one.compile_blocks = True
-    if config.compile == "whole":  # training alone: validation has other shapes every time
+    if config.run.compile:  # training alone: validation has other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
         trainer.judge = compiled(judged, mode="reduce-overhead" if graphs else None)
-    if config.compile != "no":  # in the middle of a pass, torch warns of what its own compiler looks at
+        # in the middle of a pass, torch warns of what its own compiler looks at
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer
 
@@ -230,23 +226,25 @@ def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
     classes = len(names)
     source = config.teacher or config.weights
     if source is None:
-        raise UserError("distill: expected the static model's weights as --teacher or --weights, got neither.")
-    size = config.img_size if config.features else None  # patches are compared one by one; else it sees its own size
+        raise UserError("loss.distill: expected the static model's weights as --teacher or --weights, got neither.")
+    size = (
+        config.img_size if config.loss.features else None
+    )  # patches are compared one by one; else it sees its own size
     teacher = create(config.backbone, "static", weights=source, img_size=size)
     if teacher.vit.num_classes != classes:
         raise UserError(
-            f"distill: the teacher in {source} has {teacher.vit.num_classes} classes, the data {classes}. "
+            f"loss.distill: the teacher in {source} has {teacher.vit.num_classes} classes, the data {classes}. "
             "Train it first: adaptivit train --policy static --out STATIC, then --teacher STATIC/model."
         )
     if teacher.class_names not in (None, names):
-        raise UserError(f"distill: the teacher in {source} was trained on other classes than the data has.")
+        raise UserError(f"loss.distill: the teacher in {source} was trained on other classes than the data has.")
     return teacher.requires_grad_(False).eval()
 
 
 def _loop(
     trainer: Trainer, run: RunDirectory, images: Source, val: Source, start: int, show: bool, stop: Callable[[], bool]
 ) -> Result:
-    config, accelerator = trainer.config, trainer.accelerator
+    config, accelerator, every = trainer.config, trainer.accelerator, trainer.config.run.checkpoint_steps
     per_epoch = len(images) // config.batch_size
     result: Result | None = None
     with Meter(run, config.epochs * per_epoch, start, show and accelerator.is_main_process) as meter:
@@ -260,13 +258,13 @@ def _loop(
                 meter.step(step, losses, seen, config.batch_size / (now - begun), trainer)
                 begun = now
                 done = step + 1
-                due, stopped = config.checkpoint_steps and done % config.checkpoint_steps == 0, stop()
+                due, stopped = every and done % every == 0, stop()
                 if done % per_epoch and (due or stopped):
                     losses.check_finite(step)
                     run.checkpoint(trainer, done)
                 if done % per_epoch and stopped:
                     raise KeyboardInterrupt
-            if (epoch + 1) % config.val_epochs == 0 or epoch + 1 == config.epochs:
+            if (epoch + 1) % config.run.val_epochs == 0 or epoch + 1 == config.epochs:
                 result = validate(trainer, val)
                 meter.epoch(epoch, (epoch + 1) * per_epoch, result)
             run.checkpoint(trainer, (epoch + 1) * per_epoch)
@@ -290,7 +288,7 @@ def _epoch(
         config.batch_size,
         accelerator.process_index,
         accelerator.num_processes,
-        config.accumulate,
+        config.run.accumulate,
     )
     mine = [
         i for k in range(parts) for i in rows(size, rank * parts + k, world * parts, pairs=trainer.mixup is not None)

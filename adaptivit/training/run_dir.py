@@ -2,7 +2,7 @@
 
 OUT/config.json      what was asked for
 OUT/environment.json one entry a start: command, commit, versions, devices
-OUT/log.jsonl        one line every log_steps steps and one an epoch
+OUT/log.jsonl        one line every run.log_steps steps and one an epoch
 OUT/train.csv        its lines of training as a table, validation.csv those of validation, curves.png both as a picture
 OUT/checkpoint/      model, optimiser, average and step of the last good moment, replaced as a whole
 OUT/model/           the final model (adaptivit.load)
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,18 +27,15 @@ from ..errors import NotFiniteError, UserError, WeightsError
 from ..evaluation.evaluate import Result
 from ..utils import environment
 from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
+from ..utils.settings import flat
 from ..utils.sharded import like, whole
 from . import fsdp, log_plots
-from .config import TrainConfig
+from .config import FREE, RENAMED, TrainConfig
 from .losses import Losses
 
 if TYPE_CHECKING:
     from .step import Seen, Trainer
 
-# May differ between an interrupted run and its continuation.
-_FREE = {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "compile"}
-_FREE |= {"val_epochs"}
-_FREE |= {"accumulate", "checkpoint_activations", "fsdp"}
 _REDRAW = 60.0  # seconds between two pictures while training goes on
 
 
@@ -57,11 +53,11 @@ class RunDirectory:
             self._same_configuration()
         elif exists:
             raise UserError(f"{self.path} already holds a run: pass --resume to go on with it, or another --out.")
-        if config.tensorboard:
+        if config.run.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard.") from None
+                raise UserError("--run.tensorboard needs the package tensorboard: pip install tensorboard.") from None
             self._writer_type = SummaryWriter
 
     def _same_configuration(self) -> None:
@@ -69,8 +65,10 @@ class RunDirectory:
             old = dict(json.loads((self.path / "config.json").read_text())["config"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--resume: {self.path / 'config.json'} is damaged.") from None
-        new = json.loads(json.dumps(asdict(self.config)))
-        differ = [f"{k} (was {old.get(k)!r}, now {new[k]!r})" for k in new if k not in _FREE and old.get(k) != new[k]]
+        if renamed := [f"{name} is {RENAMED[name] or 'gone'} now" for name in old if name in RENAMED]:
+            raise UserError(f"--resume: an older version began {self.path}: {'; '.join(renamed[:4])}. Start anew.")
+        new = json.loads(json.dumps(flat(self.config)))
+        differ = [f"{k} (was {old.get(k)!r}, now {new[k]!r})" for k in new if k not in FREE and old.get(k) != new[k]]
         if differ:
             raise UserError(f"--resume: {self.path} was started with another configuration: {'; '.join(differ[:4])}.")
 
@@ -78,10 +76,10 @@ class RunDirectory:
         """From here on the run exists."""
         if self.main:
             if not self.config.resume:
-                write_json(self.path / "config.json", {"config": asdict(self.config)})
+                write_json(self.path / "config.json", {"config": flat(self.config)})
             here = environment.describe(self.accelerator.device, self.accelerator.num_processes)
             write_json(self.path / "environment.json", [*self._starts(), here])
-            if self.config.tensorboard:
+            if self.config.run.tensorboard:
                 self.writer = self._writer_type(str(self.path / "tensorboard"))
 
     def _starts(self) -> list[Any]:
@@ -211,7 +209,7 @@ class Meter:
 
     def wants(self, step: int) -> bool:
         """Whether this step is logged."""
-        return step < 3 or step % self.run.config.log_steps == 0
+        return step < 3 or step % self.run.config.run.log_steps == 0
 
     def step(self, step: int, losses: Losses, seen: Seen | None, speed: float, trainer: Trainer) -> None:
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed

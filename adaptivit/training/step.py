@@ -1,4 +1,4 @@
-"""One optimiser step: this process's share of a global batch, in one part or several (--accumulate).
+"""One optimiser step: this process's share of a global batch, in one part or several (--run.accumulate).
 
 Everything random follows from the seed, the step and the place in the global batch, and every loss is that of the
 global batch, so the step is the same however many processes and parts there are.
@@ -153,7 +153,7 @@ class Trainer:
             parts = self._informed(parts, seed)
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(config, step, steps_per_epoch)
-            if group["backbone"] and step < config.freeze_epochs * steps_per_epoch:
+            if group["backbone"] and step < config.optim.freeze_epochs * steps_per_epoch:
                 group["lr"] = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         every = []
@@ -166,7 +166,7 @@ class Trainer:
             if seen is not None:
                 seen.add(output, part.labels, part.weight)
         losses = self._together(every)
-        if accelerator.device.type == "cpu" or step % config.log_steps == 0:  # a look costs a wait on a GPU
+        if accelerator.device.type == "cpu" or step % config.run.log_steps == 0:  # a look costs a wait on a GPU
             losses.check_finite(step)
         norm = self._clip()
         if accelerator.device.type == "cpu" and norm is not None and not bool(norm.isfinite()):
@@ -181,7 +181,7 @@ class Trainer:
 
     # -- the parts of a batch ----------------------------------------------------------------------------------------
     def _parts(self, batch: Loaded, step: int, missing: Sequence[int]) -> list[Part]:
-        processes, count, device = self.accelerator.num_processes, self.config.accumulate, self.accelerator.device
+        processes, count, device = self.accelerator.num_processes, self.config.run.accumulate, self.accelerator.device
         planned, gone = len(batch.labels) + len(missing), set(missing)
         places = [p for p in range(planned) if p not in gone]
         size = planned // count  # images a part, were none missing
@@ -251,7 +251,7 @@ class Trainer:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
     def _clip(self) -> Tensor | None:
-        most = self.config.clip_grad or float("inf")
+        most = self.config.optim.clip_grad or float("inf")
         if self.copy is None:
             return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         fsdp.settle(self.model)

@@ -201,7 +201,7 @@ def test_each_image_has_its_own(case: str) -> None:
     curve, images = model.calibration, pictures(4, seed=4)
     least = curve.points[-1].macs / curve.static
     asked = ["-5%", "none", f"-{100 * (1 - least) * 0.6:.3f}%", 0.9 * curve.static]
-    for layout in ("masked", "packed", *(["gathered"] if model.policy.traits.fixed_counts else [])):
+    for layout in ("masked", "packed", *(["gathered"] if model.policy.equal else [])):
         many = model(images, budget=asked, layout=layout)
         assert many.layout == layout
         for i, one in enumerate(asked):

@@ -8,6 +8,8 @@ import pickle
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from adaptivit.cli.main import _COMMANDS
 from adaptivit.cli.recipes import RecipesConfig
 from adaptivit.cli.visualize_config import VisualizeConfig
 from adaptivit.errors import UserError
-from adaptivit.evaluation.model_config import ModelConfig
 from adaptivit.experiments.benchmark.config import BenchmarkConfig
 from adaptivit.experiments.calibrate_config import CalibrateConfig
 from adaptivit.experiments.compare.config import CompareConfig
@@ -30,17 +31,17 @@ from adaptivit.experiments.reproduce.plan import ReproduceConfig
 from adaptivit.experiments.sweep.config import SweepConfig
 from adaptivit.policies import BUILT_IN
 from adaptivit.policies.spec import describe
-from adaptivit.serve.config import DemoConfig, Limits, ServeConfig
-from adaptivit.training.config import TrainConfig
+from adaptivit.serve.config import DemoConfig, ServeConfig
+from adaptivit.training.config import RENAMED, TrainConfig
 from adaptivit.training.recipes import RECIPES
 from tests.support.commands import SMALL, refused, run, static
 from tests.support.data_sets import folder
+from tests.support.training import named
 
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "predict": PredictConfig, "quickstart": QuickstartConfig}
 CONFIGS |= {"compare": CompareConfig, "sweep": SweepConfig, "benchmark": BenchmarkConfig, "visualize": VisualizeConfig}
 CONFIGS |= {"recipes": RecipesConfig, "reproduce": ReproduceConfig, "calibrate": CalibrateConfig}
 CONFIGS |= {"export": ExportConfig, "serve": ServeConfig, "demo": DemoConfig}
-GROUPS = {"evaluate": [ModelConfig], "predict": [ModelConfig], "serve": [Limits]}  # of flags
 POSITIONAL = (
     *(("predict", "images"), ("recipes", "name"), ("reproduce", "table")),
     *(("visualize", "checkpoint"), ("calibrate", "checkpoint"), ("export", "checkpoint")),
@@ -53,9 +54,20 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"[│╭╮╰╯─]|\x1b\[[0-9;]*m", " ", text).split())
 
 
+def settings_of(cls: type, group: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(name, default, meaning) of every setting, those in groups of flags included."""
+    kinds = typing.get_type_hints(cls)
+    for name, default, meaning in describe(cls):
+        if dataclasses.is_dataclass(kinds[name]):
+            inside = "" if name in ("model", "train", "limits") else f"{name}."
+            yield from settings_of(kinds[name], inside)
+        else:
+            yield group + name, default, meaning
+
+
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "120")
 
 
 # -- help -----------------------------------------------------------------------------------------------------------
@@ -72,17 +84,14 @@ def test_the_overview_names_every_command(capsys: Any) -> None:
 def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, command: str) -> None:
     assert run(command, "--help") == 0
     said = plain(capsys.readouterr().out)
-    for cls in [CONFIGS[command], *GROUPS.get(command, [])]:
-        for name, default, meaning in describe(cls):
-            if name in ("model", "train", "limits"):  # groups of flags, listed as their own
-                continue
-            assert meaning, f"{cls.__name__}.{name} has no meaning"
-            assert plain(meaning) in said, f"the meaning of {cls.__name__}.{name} is not shown"
-            flag = "--" + name.replace("_", "-")
-            assert flag in said or (command, name) in POSITIONAL
-            if default is not dataclasses.MISSING and not isinstance(default, bool):
-                shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-                assert f"(default: {shown})" in said
+    for name, default, meaning in settings_of(CONFIGS[command]):
+        assert meaning, f"{name} has no meaning"
+        assert plain(meaning) in said, f"the meaning of {name} is not shown"
+        flag = "--" + name.replace("_", "-")
+        assert flag in said or (command, name) in POSITIONAL
+        if default is not dataclasses.MISSING and not isinstance(default, bool):
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            assert f"(default: {shown})" in said
     if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export", "demo"):
         for policy, record in BUILT_IN.items():
             cls = record.settings
@@ -146,9 +155,9 @@ def test_an_unknown_name_suggests_the_nearest(tmp_path: Path, capsys: Any) -> No
 
 
 def test_an_unknown_flag_or_choice_is_named(tmp_path: Path, capsys: Any) -> None:
-    for words, named in (
+    for words, bad in (
         (("train", "--dta", "x"), "--dta"),
-        (("train", "--data", "x", "--augment", "much"), "much"),
+        (("train", "--data", "x", "--augment.kind", "much"), "much"),
         (("train", "--data", "x", "--epochs", "many"), "many"),
         (("train",), "--data"),
         (("predict",), "image"),
@@ -156,7 +165,7 @@ def test_an_unknown_flag_or_choice_is_named(tmp_path: Path, capsys: Any) -> None
     ):
         assert run(*words) == 2
         said = capsys.readouterr()
-        assert named in said.out + said.err
+        assert bad in said.out + said.err
         assert "Traceback" not in said.out + said.err
 
 
@@ -173,7 +182,7 @@ POLICIES = {
     "aht:planner_blocks=3+3": "planner_blocks: expected different",
     "aht:straight_through=maybe": "straight_through: expected true or false",
     "aht:stages=3": "aht: the setting stages is called planner_blocks now",
-    "aht:feature=worth": "aht: feature is a setting of the policy aht_merge now",
+    "aht:feature=worth": "aht: feature is a setting of the policy aht_merge now, called feature",
     "aht:plan_weight=1": "aht: the setting plan_weight is gone",
     "aht:threshold": "expected name:key=value",
     "avit:eps=1": "eps: expected 0 <= eps < 1",
@@ -192,23 +201,23 @@ def test_a_bad_policy_setting_is_one_line(tmp_path: Path, capsys: Any, policy: s
     )
 
 
-VALUES = [(n, 0) for n in ("epochs", "batch_size", "log_steps", "lr", "sigma", "distill_temperature", "budget_share")]
+VALUES = [(n, 0) for n in ("epochs", "batch_size", "log_steps", "lr", "sigma", "cost_target")]
 VALUES += [(n, -1) for n in ("min_lr", "warmup_epochs", "weight_decay", "clip_grad", "ponder", "target_depth", "prior")]
-VALUES += [(n, -1) for n in ("budget", "distill", "mixup", "cutmix", "workers", "checkpoint_steps", "rand_magnitude")]
+VALUES += [(n, -1) for n in ("cost", "distill", "mixup", "cutmix", "workers", "checkpoint_steps", "rand_magnitude")]
 VALUES += [(n, -1) for n in ("task", "ratio", "exits", "expected", "geometric", "features", "freeze_epochs")]
 VALUES += [("backbone_lr", -1)]
-VALUES += [(n, 1) for n in ("val_split", "drop_path", "label_smoothing", "random_erasing", "ema")]
-VALUES += [("rand_magnitude", 31), ("budget_share", 1.5), ("lr", float("nan")), ("seed", -1), ("img_size", 0)]
+VALUES += [(n, 1) for n in ("val_split", "drop_path", "label_smoothing", "erasing", "ema")]
+VALUES += [("rand_magnitude", 31), ("cost_target", 1.5), ("lr", float("nan")), ("seed", -1), ("img_size", 0)]
 
 
 def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + RENAMED.get(name, name).replace("_", "-")
 
 
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_a_bad_training_value_is_named(tmp_path: Path, capsys: Any, name: str, value: Any) -> None:
     with pytest.raises(UserError, match=name):
-        TrainConfig(data="x", **{name: value})
+        named(**{name: value})
     where = folder(tmp_path / "in", each=3)
     assert run("train", "--data", where, "--out", tmp_path / "out", *SMALL, flag(name), value) == 2
     assert name in capsys.readouterr().err

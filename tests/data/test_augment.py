@@ -404,19 +404,21 @@ def test_where_images_are_augmented(tmp_path: Path) -> None:
 
 def test_device_for_a_folder_is_refused(tmp_path: Path, capsys: Any) -> None:
     words = ("--data", split_folder(tmp_path / "in"), "--out", tmp_path / "out", "--backbone", "test_vit")
-    said = refused(capsys, "train", *words, "--img-size", 32, "--batch-size", 8, "--augment-on", "device")
+    said = refused(capsys, "train", *words, "--img-size", 32, "--batch-size", 8, "--augment.on", "device")
     assert "is not an array" in said
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--crop-scale", 0), ("--crop-scale", 1.5), ("--color-jitter", -1)])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--augment.crop-scale", 0), ("--augment.crop-scale", 1.5), ("--augment.color-jitter", -1)]
+)
 def test_a_bad_value_is_refused(tmp_path: Path, capsys: Any, flag: str, value: float) -> None:
     said = refused(capsys, "train", "--data", tmp_path, flag, value)
     assert flag[2:].replace("-", "_") in said
 
 
-WORDS = ("--augment-on", "device", "--policy", "static", "--random-erasing", 0.5, "--color-jitter", 0.2)
-WORDS += ("--val-split", 0.25, "--epochs", 2, "--lr", 1e-3)
+WORDS = ("--augment.on", "device", "--policy", "static", "--augment.erasing", 0.5, "--augment.color-jitter", 0.2)
+WORDS += ("--val-split", 0.25, "--epochs", 2, "--optim.lr", 1e-3)
 
 
 def test_an_interrupted_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,9 +432,9 @@ def test_an_interrupted_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch
         return step(self, batch, number, *more)
 
     monkeypatch.setattr(Trainer, "step", stops)
-    assert train(where, tmp_path / "cut", *WORDS, "--checkpoint-steps", 1) == 130, "as interrupted commands end"
+    assert train(where, tmp_path / "cut", *WORDS, "--run.checkpoint-steps", 1) == 130, "as interrupted commands end"
     monkeypatch.setattr(Trainer, "step", step)
-    assert train(where, tmp_path / "cut", *WORDS, "--checkpoint-steps", 1, "--resume") == 0
+    assert train(where, tmp_path / "cut", *WORDS, "--run.checkpoint-steps", 1, "--resume") == 0
     assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     assert train(where, tmp_path / "cpu", *WORDS[2:]) == 0
     gap = weights(tmp_path / "cpu")["head.weight"] - weights(tmp_path / "whole")["head.weight"]
@@ -481,7 +483,18 @@ def test_evaluate_says_the_same_for_arrays_and_files(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("processes")  # as in test_distributed.py
 def test_two_processes_see_the_same_pictures_as_one(tmp_path: Path) -> None:
     where = npz(tmp_path / "x.npz")
-    words = ("--augment-on", "device", "--policy", "static", "--lr", 1e-3, "--clip-grad", 0, "--val-split", 0.25)
+    words = (
+        "--augment.on",
+        "device",
+        "--policy",
+        "static",
+        "--optim.lr",
+        1e-3,
+        "--optim.clip-grad",
+        0,
+        "--val-split",
+        0.25,
+    )
     assert train(where, tmp_path / "one", *words) == 0
     pair(where, tmp_path / "two", *words)
     assert_close_weights(tmp_path / "one", tmp_path / "two")

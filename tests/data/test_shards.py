@@ -119,7 +119,7 @@ def test_a_split_that_lacks_the_last_class_has_the_same_classes(tmp_path: Path) 
     assert found["val"].classes == found["train"].classes == ("0", "1", "2")
 
 
-HARD = ("--policy", "static", "--augment", "rand", "--random-erasing", 0.5, "--epochs", 3, "--lr", 1e-3)
+HARD = ("--policy", "static", "--augment.kind", "rand", "--augment.erasing", 0.5, "--epochs", 3, "--optim.lr", 1e-3)
 
 
 def test_training_from_shards_is_training_from_the_folder_also_when_cut(
@@ -141,9 +141,9 @@ def test_training_from_shards_is_training_from_the_folder_also_when_cut(
     assert [sorted(i for n, b in whole if n // 3 == e for i in b) for e in range(3)] == [list(range(24))] * 3
     seen.clear()
     stop_at[0] = 4
-    assert train(both[1], tmp_path / "cut", *HARD, "--checkpoint-steps", 1) == 130
+    assert train(both[1], tmp_path / "cut", *HARD, "--run.checkpoint-steps", 1) == 130
     stop_at[0] = 99
-    assert train(both[1], tmp_path / "cut", *HARD, "--checkpoint-steps", 1, "--resume", "--workers", 1) == 0
+    assert train(both[1], tmp_path / "cut", *HARD, "--run.checkpoint-steps", 1, "--resume", "--workers", 1) == 0
     assert seen == whole
     assert_same_weights(weights(tmp_path / "folder"), weights(tmp_path / "cut"))
     mine, theirs = ([r for r in log(tmp_path / n) if r["kind"] == "validation"] for n in ("folder", "cut"))
@@ -270,7 +270,7 @@ def test_mosaics_are_cut_into_their_tiles(tmp_path: Path) -> None:
     assert np.array_equal(found["train"].items, pixels(24, 16))
     assert np.array_equal(found["test"].items, pixels(8, 16, seed=1))
     assert found["train"].classes == CLASSES
-    assert train(tmp_path / "in", tmp_path / "out", "--policy", "static", "--augment-on", "device") == 0
+    assert train(tmp_path / "in", tmp_path / "out", "--policy", "static", "--augment.on", "device") == 0
 
 
 def test_bad_mosaics_are_refused(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_hugging_face_set_holds_what_the_folder_holds(tmp_path: Path, form: st
         assert_same_pictures(mine, theirs)
         assert_same_pictures(mine.part([7, 2]), theirs.part([7, 2]))
     assert theirs.name(3) == f"hf:{place}:val[3]"
-    words = ("--policy", "static", "--augment", "crop")
+    words = ("--policy", "static", "--augment.kind", "crop")
     assert train(where, tmp_path / "folder", *words) == 0
     assert train(Path(f"hf:{place}"), tmp_path / "out", *words) == 0
     assert_same_weights(weights(tmp_path / "folder"), weights(tmp_path / "out"))

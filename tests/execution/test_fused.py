@@ -72,7 +72,7 @@ def check(
 ) -> Output:
     """The fused kernels on these layouts (default: those that the policy can run on) and timm's modules are one."""
     expected = run(model, images, "masked", False, aux)
-    for layout in which or (("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",)):
+    for layout in which or (("packed", "gathered") if model.policy.equal else ("packed",)):
         found = run(model, images, layout, True, aux, plan)
         assert found.layout == layout
         assert_same(found, expected)
@@ -489,7 +489,7 @@ def test_capture_needs_a_gpu() -> None:
 def test_bfloat16_against_a_replay_in_float32(case: str) -> None:
     model = make(case, {"init_values": 0.5}, LARGER).to(torch.bfloat16)
     images = images_of(LARGER, 4).to(torch.bfloat16)
-    for layout in ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",):
+    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
         found = run(model, images, layout, True)
         trace = found.trace
         replay = AdaptiveViT(copy.deepcopy(model.vit).float(), "replay", {"trace": trace}).eval()
@@ -503,7 +503,7 @@ def test_bfloat16_against_a_replay_in_float32(case: str) -> None:
 @policies
 def test_nobody_waits_for_the_gpu(case: str) -> None:
     model, images = make(case, {}, LARGER), images_of(LARGER, 4)
-    for layout in ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",):
+    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
         expected = run(model, images, layout, True)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

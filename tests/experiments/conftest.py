@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -45,5 +44,5 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _spec(job: Job) -> str:
     path = job.row.with_suffix(".job")
-    write_json(path, asdict(job))
+    write_json(path, job.to_json())
     return str(path)

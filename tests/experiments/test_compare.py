@@ -24,12 +24,13 @@ from adaptivit.experiments.compare.config import CompareConfig
 from adaptivit.experiments.compare.plan import plan, report_images
 from adaptivit.experiments.compare.results import COLUMNS, TRAINED_ON, Results
 from adaptivit.factory import create, load
-from adaptivit.training.config import TrainConfig
+from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.methods import slug
 from tests.support.commands import refused, run
+from tests.support.training import named
 
-SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
-TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment", "none")
+SHARED = named(TrainConfig("d"), policy="static", epochs=3, seed=4, lr=5e-4, distill=0.5, augment="flip")
+TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment.kind", "none")
 
 
 # -- what is run ----------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
     assert "± " in text
     assert "--methods avit aht:balanced" in text
     assert adaptivit.__version__ in text
-    for name in ("lr", "augment", "batch_size", "epochs", "seed"):
+    for name in ("optim", "augment", "batch_size", "epochs", "seed"):
         assert len({getattr(entry.training, name) for entry in plan(_config(small, out))}) == 1
 
     # again: finished rows stay, the failed one is tried again, another method is added
@@ -109,7 +110,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
     assert rows["aht", 0]["reason"] == "RuntimeError: out of memory"
     assert "more" in (out / "errors" / f"{slug('aht', 0)}.txt").read_text()
     # another recipe does not mix with these rows
-    line = refused(capsys, *words, *methods, "--lr", 0.5, "--timing-repeats", 0)
+    line = refused(capsys, *words, *methods, "--optim.lr", 0.5, "--timing-repeats", 0)
     assert "lr (was 0.0001, now 0.5)" in line
     assert rows_of(out) == rows
     # a row without its images is run again
@@ -162,7 +163,7 @@ def test_going_on_from_the_static_model(tmp_path: Path, small: Path, monkeypatch
     monkeypatch.setattr(compare, "fit", fit)
     rows = {row["method"]: row for row in compare.run(config)}
     assert list(rows) == ["static", TRAINED_ON, "avit"]
-    assert [c.distill for c in seen] == [0.0, 1.0, 1.0]
+    assert [c.loss.distill for c in seen] == [0.0, 1.0, 1.0]
     model = str(Path(seen[0].out) / "model")
     assert [(c.weights, c.teacher) for c in seen] == [(None, None), (model, model), (model, model)]
     assert [row["epochs"] for row in rows.values()] == ["1", "2", "2"]
@@ -239,4 +240,4 @@ def test_the_command_of_a_configuration() -> None:
     expected = "adaptivit compare --data 'my data' --methods aht:balanced avit --epochs 0 --seeds 0 1"
     assert config.command() == expected
     assert config.fingerprint() == replace(config, methods=("avit",), out="x", timing_repeats=0).fingerprint()
-    assert config.fingerprint() != replace(config, lr=1.0).fingerprint()
+    assert config.fingerprint() != replace(config, optim=OptimConfig(lr=1.0)).fingerprint()

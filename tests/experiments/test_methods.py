@@ -16,13 +16,19 @@ from adaptivit.errors import UserError
 from adaptivit.experiments.compare.config import CompareConfig
 from adaptivit.factory import create, load
 from adaptivit.policies import BUILT_IN
-from adaptivit.training.config import LOSSES, TrainConfig
+from adaptivit.training.config import LOSSES, TrainConfig, with_settings
 from adaptivit.training.methods import full_spec, parse_method, slug
 from adaptivit.training.recipes import get
+from adaptivit.utils.settings import flat
 from tests.support.commands import refused
+from tests.support.training import named
 
-SHARED = TrainConfig(data="d", policy="static", epochs=3, lr=5e-4, distill=0.5, augment="flip", seed=4)
-TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment", "none")
+SHARED = named(TrainConfig("d"), policy="static", epochs=3, seed=4, lr=5e-4, distill=0.5, augment="flip")
+TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device", "cpu", "--augment.kind", "none")
+
+
+def losses_of(config: TrainConfig) -> dict[str, Any]:
+    return {k: v for k, v in flat(config).items() if k in LOSSES}
 
 
 # -- what a method means --------------------------------------------------------------------------------------------
@@ -30,12 +36,16 @@ TINY = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--device
     ("spec", "policy", "losses"),
     [
         ("static", "static", {}),
-        ("aht", "aht:straight_through=true", {"budget": 10.0, "target_depth": 0.1}),
+        ("aht", "aht:straight_through=true", {"cost": 10.0, "target_depth": 0.1}),
         ("aht:balanced", "aht", {"ponder": 5e-2, "target_depth": 0.5}),
         ("aht:aht-balanced", "aht", {"ponder": 5e-2, "target_depth": 0.5}),
-        ("aht:budget,straight_through=false", "aht:straight_through=false", {"budget": 10.0, "target_depth": 0.1}),
-        ("aht:balanced,planner_blocks=3+6,ponder=0.2", "aht:planner_blocks=3+6", {"ponder": 0.2, "target_depth": 0.5}),
-        ("aht:high-accuracy, mass = hazard", "aht", {"ponder": 1e-3, "target_depth": 1.0, "mass": "hazard"}),
+        ("aht:budget,straight_through=false", "aht:straight_through=false", {"cost": 10.0, "target_depth": 0.1}),
+        (
+            "aht:balanced,planner_blocks=3+6,loss.ponder=0.2",
+            "aht:planner_blocks=3+6",
+            {"ponder": 0.2, "target_depth": 0.5},
+        ),
+        ("aht:high-accuracy, loss.mass = hazard", "aht", {"ponder": 1e-3, "target_depth": 1.0, "mass": "hazard"}),
         ("avit:paper", "avit:gate_scale=5,gate_center=10", {"ponder": 5e-4, "prior": 0.1}),
         ("avit:tiny", "avit:gate_scale=10,gate_center=30", {"ponder": 5e-4, "prior": 1e-3, "prior_form": "reference"}),
     ],
@@ -44,16 +54,16 @@ def test_a_method_changes_the_policy_and_its_losses_alone(spec: str, policy: str
     made = parse_method(spec, SHARED)
     plain = TrainConfig(data="")
     assert made.policy == policy
-    assert {k: getattr(made, k) for k in LOSSES} == {k: getattr(plain, k) for k in LOSSES} | losses
-    assert replace(made, policy="static", **{k: getattr(SHARED, k) for k in LOSSES}) == SHARED
+    assert losses_of(made) == losses_of(named(plain, **losses))
+    assert with_settings(made, {"policy": "static", **losses_of(SHARED)}) == SHARED
 
 
 def test_a_policy_without_a_recipe_takes_its_default_ones_losses() -> None:
     for policy, name in ((p, r.recipe) for p, r in BUILT_IN.items() if r.recipe):
         if policy in policies.names():
             made = parse_method(policy, SHARED)
-            assert {k: getattr(made, k) for k in LOSSES} == {k: getattr(get(name), k) for k in LOSSES}
-            assert made.distill == SHARED.distill
+            assert losses_of(made) == losses_of(get(name))
+            assert made.loss.distill == SHARED.loss.distill
 
 
 @pytest.mark.parametrize(
@@ -63,11 +73,12 @@ def test_a_policy_without_a_recipe_takes_its_default_ones_losses() -> None:
         ("aht:balancd", "'balanced'"),
         ("aht:avit-paper", "recipe of method 'aht'"),
         ("aht:treshold=1", "'threshold'"),
-        ("aht:lr=1", "setting or loss"),
+        ("aht:optim.lr=1", "setting or loss"),
+        ("aht:budget_share=0.5", "it is 'loss.cost_target' now"),
         ("aht:balanced,budget", "at most one recipe"),
-        ("aht:ponder=much", "expected a number"),
-        ("aht:ponder=-1", "at least 0"),
-        ("aht:mass=sum", "crossing"),
+        ("aht:loss.ponder=much", "expected a number"),
+        ("aht:loss.ponder=-1", "at least 0"),
+        ("aht:loss.mass=sum", "crossing"),
         ("aht:threshold=-1", "threshold"),
         ("replay", "one batch"),
     ],
@@ -79,7 +90,7 @@ def test_mistakes_in_a_method_are_explained(spec: str, said: str) -> None:
         CompareConfig(data="digits", methods=("avit", spec))
 
 
-@pytest.mark.parametrize("spec", ["aht", "aht:balanced", "aht:beta=-3.0,budget_share=0.5", "avit:small", "static"])
+@pytest.mark.parametrize("spec", ["aht", "aht:balanced", "aht:beta=-3.0,loss.cost_target=0.5", "avit:small", "static"])
 def test_a_method_written_out_is_the_same_method(spec: str) -> None:
     made = parse_method(spec, SHARED)
     again = parse_method(full_spec(made), SHARED)

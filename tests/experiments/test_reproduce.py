@@ -141,10 +141,10 @@ def test_smaller_images_are_a_share_of_the_references_macs(
 ) -> None:
     """Distilled from a model that sees them at its own size."""
     runs = (
-        Run("static", "static", change={"distill": 0.0}),
+        Run("static", "static", change={"loss.distill": 0.0}),
         Run("static at 16 px", "static", start="static", change={"img_size": 16}),
     )
-    table = Table("sizes", "", "", runs, "", shared=TINY.shared | {"distill": 1.0}, reference="static")
+    table = Table("sizes", "", "", runs, "", shared=TINY.shared | {"loss.distill": 1.0}, reference="static")
     monkeypatch.setitem(TABLES, "sizes", table)
     assert run(*words("sizes", small, tmp_path), "--device", "cpu") == 0
     rows = rows_of(tmp_path)
@@ -360,7 +360,7 @@ def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Pat
 def test_asked_to_end_jobs_write_a_checkpoint_first(tmp_path: Path, small: Path) -> None:
     """Whatever step it was at: the log ends where the checkpoint does."""
     given = (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set", "backbone=test_vit")
-    more = ("img_size=32", "batch_size=2", "epochs=4000", "log_steps=1")
+    more = ("img_size=32", "batch_size=2", "epochs=4000", "run.log_steps=1")
     log = tmp_path / "said.txt"
     parent = begin(run, *given, *more, said=log)
     try:

@@ -34,7 +34,7 @@ def test_ingredients_and_ablations_are_tables_of_one_cost() -> None:
 @pytest.mark.usefixtures("launched")
 def test_a_table_of_one_cost(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = (
-        Run("static", "static", change={"distill": 0.0}),
+        Run("static", "static", change={"loss.distill": 0.0}),
         Run("trained on", "static", start="static"),
         Run("EViT", "evit:keep=0.5", start="static"),
         Run("fold", "fold:budget=0.7", start="static"),
@@ -70,7 +70,7 @@ def test_rows_without_training_are_hollow_beside_others(
         Run("EViT -20 %, as it is", "evit:keep=0.6", train=False),
         Run("EViT -20 %, adapted", "evit:keep=0.6"),
     )
-    shared = TINY.shared | {"distill": 0.0}
+    shared = TINY.shared | {"loss.distill": 0.0}
     table = Table("both", "", "", runs, "", shared=shared, reference="static")
     monkeypatch.setitem(TABLES, "both", table)
     shown: list[Any] = []
@@ -93,7 +93,7 @@ def test_a_table_of_one_cost_with_its_start_alone(
     tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:
     """Nothing to draw yet, and no picture without rows."""
-    runs = (Run("static", "static", change={"distill": 0.0}), Run("trained on", "static", start="static"))
+    runs = (Run("static", "static", change={"loss.distill": 0.0}), Run("trained on", "static", start="static"))
     table = Table("one", "", "", runs, "", shared=TINY.shared, reference="trained on", one_cost=True)
     monkeypatch.setitem(TABLES, "one", table)
     assert run(*words("one", small, tmp_path), "--device", "cpu", "--only", "static") == 0

@@ -7,7 +7,7 @@ import math
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from adaptivit.training.recipes import RECIPES
 from adaptivit.utils.atomic_io import write_json
 from tests.support.commands import refused, run
 from tests.support.tables import planned
+from tests.support.training import named
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,19 +117,20 @@ def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
     jobs = planned("cifar100-main")
     first = jobs["static"]
     begun, more = tables.FIRST["epochs"], tables.CIFAR100["epochs"]
-    assert (first.training.weights, first.training.distill, first.epochs) == (None, 0.0, begun)
+    assert (first.training.weights, first.training.loss.distill, first.epochs) == (None, 0.0, begun)
     for name, job in jobs.items():
         if name != "static":
             assert job.training.weights == first.model == str(Path(first.training.out) / "model")
-            assert (job.needs, job.training.distill, job.training.teacher, job.epochs) == (
+            assert (job.needs, job.training.loss.distill, job.training.teacher, job.epochs) == (
                 first.key,
                 1.0,
                 None,
                 begun + more,
             )
-            assert job.training.lr == tables.CIFAR100["lr"] < first.training.lr == tables.FIRST["lr"]
-        for field in ("batch_size", "augment", "weight_decay", "val_split", "label_smoothing"):
+            assert job.training.optim.lr == tables.CIFAR100["optim.lr"] < first.training.optim.lr
+        for field in ("batch_size", "augment", "val_split"):
             assert getattr(job.training, field) == getattr(first.training, field)
+        assert job.training.optim.weight_decay == first.training.optim.weight_decay
     assert {job.seed for job in plan(ReproduceConfig(table="cifar100-main", dry_run=True))} == {0, 1, 2}
     assert [j.share for n, j in jobs.items() if n.startswith("AHT")] == [0.83, 0.67, 0.52]
 
@@ -151,10 +153,10 @@ def test_tables_share_what_they_have_in_common_and_a_change_touches_its_rows_alo
     short = planned("ablation-sigma")
     assert short["static"].key == one["static"].key
     assert short["static, trained on"].key != one["static, trained on"].key
-    for given in ({"data": "e.npz"}, {"seeds": (5,)}, {"set": ("lr=1e-3",)}, {"limit": 10}, {"split": "val"}):
+    for given in ({"data": "e.npz"}, {"seeds": (5,)}, {"set": ("optim.lr=1e-3",)}, {"limit": 10}, {"split": "val"}):
         changed = planned("cifar100-main", **given)
         assert not {job.key for job in changed.values()} & {job.key for job in one.values()}, given
-    same = planned("cifar100-main", device="cpu", workers=3, jobs=2, out="x", set=("compile=blocks",))
+    same = planned("cifar100-main", device="cpu", workers=3, jobs=2, out="x", set=("run.compile=true",))
     assert [job.key for job in same.values()] == [job.key for job in one.values()]
     moved = planned("cifar100-main", work="elsewhere")
     assert [job.key for job in moved.values()] == [job.key for job in one.values()]
@@ -178,7 +180,7 @@ def test_what_two_tables_train_alike_is_trained_once(tmp_path: Path, monkeypatch
     assert batch.rows[job.key] == row
     assert not began
     spec = tmp_path / "job.json"
-    write_json(spec, asdict(job))
+    write_json(spec, job.to_json())
     monkeypatch.setattr(job_module, "run", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(job_module, "_with_parent", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -189,7 +191,7 @@ def test_what_two_tables_train_alike_is_trained_once(tmp_path: Path, monkeypatch
 
 def test_a_change_of_the_method_alone_leaves_static_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before, table = planned("cifar100-peers"), TABLES["cifar100-peers"]
-    runs = tuple(replace(r, method=r.method + ",sigma=2") if r.name.startswith("AHT") else r for r in table.runs)
+    runs = tuple(replace(r, method=r.method + ",loss.sigma=2") if r.name.startswith("AHT") else r for r in table.runs)
     monkeypatch.setitem(TABLES, table.name, replace(table, runs=runs))
     after = planned("cifar100-peers")
     assert {name for name in after if after[name].key != before[name].key} == {"AHT-ViT -33 %"}
@@ -211,10 +213,11 @@ def test_rows_and_what_they_start_from_can_be_chosen() -> None:
 def test_the_longer_static_model_alone_is_mixed() -> None:
     jobs = planned("cifar100-longer")
     first = jobs.pop("static").training
-    assert (first.epochs, first.mixup, first.cutmix, first.distill) == (40, 0.8, 1.0, 0.0)
-    assert {(j.training.epochs, j.training.mixup, j.training.cutmix, j.training.distill) for j in jobs.values()} == {
-        (tables.ABLATION_EPOCHS, 0.0, 0.0, 1.0)
-    }
+    assert first == named(first, epochs=40, mixup=0.8, cutmix=1.0, distill=0.0)
+    assert {
+        (j.training.epochs, j.training.augment.mixup, j.training.augment.cutmix, j.training.loss.distill)
+        for j in jobs.values()
+    } == {(tables.ABLATION_EPOCHS, 0.0, 0.0, 1.0)}
     assert planned("cifar100-static")["static, mixup and CutMix, 40 epochs"].training.out == first.out
 
 
@@ -256,13 +259,16 @@ def test_mistakes_are_one_line(capsys: Any, tmp_path: Path, small: Path) -> None
 # -- rows of committed results --------------------------------------------------------------------------------------
 def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As finished as they were, but for those that others start from, whose weights are not there."""
-    place = ROOT / "results" / "cifar100-main"
+    place = ROOT / "docs" / "results" / "raw" / "cifar100-main"
     monkeypatch.chdir(tmp_path)
     weights = Path("runs/deit_tiny_patch16_224.safetensors")  # rows are known by this name; nobody reads it
     weights.parent.mkdir()
     weights.touch()
     words = [sys.executable, str(ROOT / "benchmarks" / "restore_rows.py")]
-    said = subprocess.run([*words, str(place), str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    flags = ("--data", "runs/c100", "--weights", str(weights))
+    said = subprocess.run(
+        [*words, str(place), str(tmp_path), *flags], capture_output=True, text=True, check=True
+    ).stdout
     given = {"data": "runs/c100", "weights": str(weights), "work": str(tmp_path)}
     jobs = plan(ReproduceConfig(table="cifar100-main", dry_run=True, **given))
     rows = {(job.name, str(job.seed)): job_module.finished(job) for job in jobs}
@@ -276,7 +282,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
         right = read_correct(job.correct)
         assert (right is None) == (job.name == "static")
         assert right is None or f"{right.score:.2f}" == f"{float((rows[job.name, str(job.seed)] or {})['top1']):.2f}"
-    for wrong, why in (("results/demo", "the name of a table"), (str(tmp_path / "digits"), "it is not there")):
-        ran = subprocess.run([*words, wrong, str(tmp_path)], capture_output=True, text=True)
+    for wrong, why in (("docs/results/raw/demo", "the name of a table"), (str(tmp_path / "digits"), "it is not there")):
+        ran = subprocess.run([*words, wrong, str(tmp_path), *flags], capture_output=True, text=True)
         assert ran.returncode == 2
         assert why in ran.stderr

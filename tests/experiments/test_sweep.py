@@ -18,7 +18,7 @@ from adaptivit.experiments.sweep.report import best, front, hypervolume
 from adaptivit.experiments.sweep.run import search
 from adaptivit.experiments.sweep.space import parse, points
 from adaptivit.experiments.sweep.store import Record
-from adaptivit.training.config import TrainConfig
+from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import get
 from tests.support.commands import SMALL, refused, run, static
 from tests.support.data_sets import npz, split_folder
@@ -26,21 +26,21 @@ from tests.support.sweeps import BASE, LR, config, pairs, result, rows
 
 
 def record(number: int, top1: float, share: float) -> Record:
-    return Record(number, {"lr": f"{number}e-4"}, "finished", {"result": result(top1, share).summary()})
+    return Record(number, {"optim.lr": f"{number}e-4"}, "finished", {"result": result(top1, share).summary()})
 
 
 # -- which points ---------------------------------------------------------------------------------------------------
 def test_a_mistake_in_the_space_stops_it_before_anything_runs(tmp_path: Path, fake: Any) -> None:
-    for space in ((LR, "lrr=1|2"), ("lr=1e-4|0",), ()):
-        with pytest.raises(UserError, match=r"lr|space"):
+    for space in ((LR, "optim.lrr=1|2"), ("optim.lr=1e-4|0",), ()):
+        with pytest.raises(UserError, match=r"optim.lr|space"):
             search(SweepConfig(replace(BASE, out=str(tmp_path / "out")), space))
     assert not fake
     assert not (tmp_path / "out").exists()
 
 
 def test_a_grid_over_a_range_is_refused(tmp_path: Path, fake: Any) -> None:
-    with pytest.raises(UserError, match=r"write lr=v1\|v2\|v3, or --method random"):
-        search(config(tmp_path / "out", "lr=1e-4..1e-3"))
+    with pytest.raises(UserError, match=r"write optim\.lr=v1\|v2\|v3, or --method random"):
+        search(config(tmp_path / "out", "optim.lr=1e-4..1e-3"))
     assert not (tmp_path / "out").exists()
 
 
@@ -57,15 +57,15 @@ def test_a_grid_runs_every_point_once_and_goes_on_with_the_rest(tmp_path: Path, 
 
 
 def test_random_follows_from_the_seed(tmp_path: Path, fake: list[TrainConfig]) -> None:
-    space = ("lr=1e-5..1e-3:log", "ponder=0..1", "epochs=1..4:int", "batch_size=8|16")
+    space = ("optim.lr=1e-5..1e-3:log", "loss.ponder=0..1", "epochs=1..4:int", "batch_size=8|16")
     axes = parse(space, BASE)
     ten = points(axes, "random", 3, 10)
     assert points(axes, "random", 3, 20)[:10] == ten
     assert points(axes, "random", 4, 10) != ten
-    assert all(1e-5 <= p["lr"] <= 1e-3 and 0 <= p["ponder"] <= 1 and p["epochs"] in range(1, 5) for p in ten)  # type: ignore[operator]
+    assert all(1e-5 <= p["optim.lr"] <= 1e-3 and 0 <= p["loss.ponder"] <= 1 and p["epochs"] in range(1, 5) for p in ten)  # type: ignore[operator]
     for name in ("a", "b"):
         search(config(tmp_path / name, *space, method="random", trials=3, seed=3))
-    assert pairs(fake[:3]) == pairs(fake[3:]) == [(p["lr"], p["ponder"]) for p in ten[:3]]
+    assert pairs(fake[:3]) == pairs(fake[3:]) == [(p["optim.lr"], p["loss.ponder"]) for p in ten[:3]]
 
 
 def test_random_draws_no_point_twice(tmp_path: Path, fake: list[TrainConfig]) -> None:
@@ -75,7 +75,7 @@ def test_random_draws_no_point_twice(tmp_path: Path, fake: list[TrainConfig]) ->
 
 def test_tpe_is_reproducible_and_goes_on(tmp_path: Path, fake: list[TrainConfig]) -> None:
     for out, trials in ((tmp_path / "a", 12), (tmp_path / "b", 5), (tmp_path / "b", 12)):
-        search(config(out, "lr=1e-5..1e-3:log", method="tpe", trials=trials))
+        search(config(out, "optim.lr=1e-5..1e-3:log", method="tpe", trials=trials))
     first, second = pairs(fake[:12]), pairs(fake[12:])
     assert len(fake) == 24
     assert first == second
@@ -85,7 +85,7 @@ def test_tpe_is_reproducible_and_goes_on(tmp_path: Path, fake: list[TrainConfig]
 def test_another_search_in_the_same_place_is_refused(tmp_path: Path, fake: list[TrainConfig]) -> None:
     search(config(tmp_path))
     for changes, said in (
-        ({"lr": 5e-4}, r"lr \(was 0.0001, now 0.0005\)"),
+        ({"optim": OptimConfig(lr=5e-4)}, r"optim.lr \(was 0.0001, now 0.0005\)"),
         ({"objective": "accuracy"}, r"objective \(was 'budget', now 'accuracy'\)"),
         ({"max_share": 0.5}, "max_share"),
     ):
@@ -112,15 +112,15 @@ def test_the_budget_chooses_the_best_within_it(tmp_path: Path, fake: list[TrainC
     """Shares 0.54, 0.62, 0.9: the best trial of all is over the budget."""
     chosen = search(config(tmp_path / "a", LR, objective="budget", max_share=0.67))
     assert chosen is not None
-    assert chosen.params == {"lr": "3e-4"}
+    assert chosen.params == {"optim.lr": "3e-4"}
     assert json.loads((tmp_path / "a" / "best.json").read_text())["within_budget"]
     assert "over the budget" in capsys.readouterr().err
     plain = search(config(tmp_path / "b", LR, objective="accuracy"))
     assert plain is not None
-    assert plain.params == {"lr": "1e-3"}
+    assert plain.params == {"optim.lr": "1e-3"}
     none = search(config(tmp_path / "c", LR, objective="budget", max_share=0.5))
     assert none is not None
-    assert none.params == {"lr": "1e-4"}
+    assert none.params == {"optim.lr": "1e-4"}
     assert not json.loads((tmp_path / "c" / "best.json").read_text())["within_budget"]
     assert "no trial is within 0.5" in capsys.readouterr().out
 
@@ -171,7 +171,7 @@ def test_best_json_trains_and_the_test_split_is_not_read(
         (where / "test" / name / "0.png").write_bytes(b"no image")
     opened, image = [], dataset.Labelled.image
     monkeypatch.setattr(dataset.Labelled, "image", lambda self, i: opened.append(self.name(i)) or image(self, i))
-    common = ("--data", where, *SMALL, "--device", "cpu", "--policy", "avit", "--augment", "none")
+    common = ("--data", where, *SMALL, "--device", "cpu", "--policy", "avit", "--augment.kind", "none")
     space = ("--space", "policy.gate_center=0|10", "--objective", "accuracy")
     assert run("sweep", *common, *space, "--out", out) == 0
     assert opened
@@ -186,9 +186,9 @@ def test_best_json_trains_and_the_test_split_is_not_read(
     assert get(str(recipe)).policy == "avit:gate_center=0.0"
     best_json = out / "best.json"
     command = ("train", "--recipe", best_json, "--data", where, "--device", "cpu", "--out", tmp_path / "run")
-    assert run(*command, "--lr", "2e-4") == 0
+    assert run(*command, "--optim.lr", "2e-4") == 0
     ran = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
-    assert (ran["recipe"], ran["lr"], ran["batch_size"]) == (str(best_json), 2e-4, 8)
+    assert (ran["recipe"], ran["optim.lr"], ran["batch_size"]) == (str(best_json), 2e-4, 8)
     assert ran["policy"] == written["recipe"]["policy"]
 
 
@@ -215,7 +215,9 @@ def test_what_is_wrong_with_every_trial_is_said_first(
     assert "Data not found" in refused(capsys, "sweep", "--data", tmp_path / "none", *words)
     missing = ("--weights", tmp_path / "none.safetensors")
     assert "none.safetensors" in refused(capsys, "sweep", "--data", where, *words, *missing)
-    assert "Did you mean 'lr'" in refused(capsys, "sweep", "--data", where, "--out", out, "--space", "lrr=1|2")
+    assert "Did you mean 'optim.lr'" in refused(
+        capsys, "sweep", "--data", where, "--out", out, "--space", "optim.lrr=1|2"
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "several with the same --out" in refused(capsys, "sweep", "--data", where, *words)
     assert not out.exists()
@@ -231,5 +233,5 @@ def test_without_optuna_the_extra_is_named(tmp_path: Path, fake: Any, monkeypatc
 def test_a_recipe_is_the_base_of_a_sweep(tmp_path: Path, fake: list[TrainConfig]) -> None:
     words = ("--recipe", "avit-tiny", "--data", "photos", "--out", tmp_path, "--epochs", 3, "--trials", 1)
     assert run("sweep", *words, "--space", LR) == 0
-    assert fake[0].prior == get("avit-tiny").prior > 0
-    assert (fake[0].epochs, fake[0].policy, fake[0].lr) == (3, get("avit-tiny").policy, 1e-4)
+    assert fake[0].loss.prior == get("avit-tiny").loss.prior > 0
+    assert (fake[0].epochs, fake[0].policy, fake[0].optim.lr) == (3, get("avit-tiny").policy, 1e-4)

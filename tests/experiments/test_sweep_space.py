@@ -11,39 +11,39 @@ import pytest
 from adaptivit.errors import UserError
 from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
 from adaptivit.experiments.sweep.space import apply, parse, total
-from adaptivit.training.config import TrainConfig
+from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import get
 from tests.support.commands import refused
 
 BASE = TrialConfig(data="photos")
-LR = "lr=1e-4|3e-4|1e-3"
+LR = "optim.lr=1e-4|3e-4|1e-3"
 
 
 # -- the space ------------------------------------------------------------------------------------------------------
 BAD = {
     "nothing": ((), "at least one KEY=VALUES"),
-    "no values": (("lr",), "expected KEY=v1|v2"),
-    "empty": (("lr=",), "expected KEY=v1|v2"),
-    "empty choice": (("lr=1e-4||1e-3",), "an empty value"),
-    "twice the value": (("lr=1e-4|1e-4",), "names '1e-4' twice"),
-    "twice the key": (("lr=1e-4", "lr=1e-3"), "lr is given 2 times"),
-    "unknown key": (("lrr=1|2",), "Did you mean 'lr'?"),
+    "no values": (("optim.lr",), "expected KEY=v1|v2"),
+    "empty": (("optim.lr=",), "expected KEY=v1|v2"),
+    "empty choice": (("optim.lr=1e-4||1e-3",), "an empty value"),
+    "twice the value": (("optim.lr=1e-4|1e-4",), "names '1e-4' twice"),
+    "twice the key": (("optim.lr=1e-4", "optim.lr=1e-3"), "optim.lr is given 2 times"),
+    "unknown key": (("optim.lrr=1|2",), "Did you mean 'optim.lr'?"),
     "unknown setting": (("policy.thresold=0.8|0.9",), "Did you mean 'policy.threshold'?"),
     "of the run": (("out=a|b",), "belongs to the run"),
     "the split": (("val_split=0.1|0.2",), "belongs to the run"),
-    "no number": (("lr=fast|slow",), "lr: expected a number, got 'fast'"),
-    "no such word": (("mass=act|actt",), "Unknown value of mass"),
-    "limits": (("lr=1e-4|0",), "lr: expected a number > 0"),
+    "no number": (("optim.lr=fast|slow",), "optim.lr: expected a number, got 'fast'"),
+    "no such word": (("loss.mass=act|actt",), "Unknown value of loss.mass"),
+    "limits": (("optim.lr=1e-4|0",), "optim.lr: expected a number > 0"),
     "limits of the policy": (("policy.threshold=-1|0.5",), "threshold: expected a number > 0"),
-    "range of words": (("lr=a..b",), "expected two numbers"),
-    "half a range": (("lr=1e-4..",), "expected two numbers"),
-    "range upside down": (("lr=1e-3..1e-4",), "expected low < high"),
-    "endless range": (("lr=1..inf",), "expected low < high"),
-    "log of zero": (("ponder=0..1:log",), "expected low > 0"),
-    "unknown option": (("lr=1e-4..1e-3:exp",), "expected :log or :int"),
+    "range of words": (("optim.lr=a..b",), "expected two numbers"),
+    "half a range": (("optim.lr=1e-4..",), "expected two numbers"),
+    "range upside down": (("optim.lr=1e-3..1e-4",), "expected low < high"),
+    "endless range": (("optim.lr=1..inf",), "expected low < high"),
+    "log of zero": (("loss.ponder=0..1:log",), "expected low > 0"),
+    "unknown option": (("optim.lr=1e-4..1e-3:exp",), "expected :log or :int"),
     "not whole": (("epochs=1..5",), "write epochs=1..5:int"),
     "whole ends": (("epochs=1.5..5:int",), "expected whole numbers"),
-    "limits of a range": (("drop_path=0..2",), "drop_path: expected 0.0 <= value < 1.0"),
+    "limits of a range": (("optim.drop_path=0..2",), "optim.drop_path: expected 0.0 <= value < 1.0"),
     "unknown policy": (("policy=aht|ath",), "Unknown policy 'ath'"),
 }
 
@@ -61,27 +61,33 @@ def test_other_limits() -> None:
     for changes in ({"trials": 0}, {"max_share": 0.0}, {"max_share": 1.5}):
         with pytest.raises(UserError, match=next(iter(changes))):
             SweepConfig(BASE, (LR,), **changes)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="lr"):
-        TrialConfig(data="", epochs=0, lr=0)
+    with pytest.raises(UserError, match=r"optim\.lr"):
+        TrialConfig(data="", epochs=0, optim=OptimConfig(lr=0))
     assert TrialConfig(data="", epochs=0).epochs == 0
 
 
 def test_a_point_becomes_a_configuration() -> None:
     base = replace(BASE, policy="aht:beta=-3,threshold=0.9")
     axes = parse(
-        ("epochs=1..3:int", "policy.planner_blocks=3|3+6+9", "policy.straight_through=true|false", "kl=target_actual"),
+        (
+            "epochs=1..3:int",
+            "policy.planner_blocks=3|3+6+9",
+            "policy.straight_through=true|false",
+            "loss.kl=target_actual",
+        ),
         base,
     )
     made = apply(
-        base, {"epochs": 2, "policy.planner_blocks": "3+6", "policy.straight_through": "false", "kl": "target_actual"}
+        base,
+        {"epochs": 2, "policy.planner_blocks": "3+6", "policy.straight_through": "false", "loss.kl": "target_actual"},
     )
-    assert (made.epochs, made.kl) == (2, "target_actual")
+    assert (made.epochs, made.loss.kl) == (2, "target_actual")
     assert (
         made.policy == "aht:beta=-3.0,threshold=0.9,planner_blocks=3+6,straight_through=false"
     )  # what was said stays said
     assert total(axes, "grid", None, 20) == 12
     assert apply(BASE, {"policy": "avit", "policy.gate_center": 3.5}).policy == "avit:gate_center=3.5"
-    assert apply(BASE, {"weights": "none", "lr": "1e-3"}).lr == 1e-3
+    assert apply(BASE, {"weights": "none", "optim.lr": "1e-3"}).optim.lr == 1e-3
 
 
 def test_a_word_with_dots_is_no_range() -> None:
@@ -105,9 +111,9 @@ def test_a_value_may_need_another_one() -> None:
         ("{", "is not JSON"),
         ("[1]", "got something else"),
         ('{"recipe": 3}', "got something else"),
-        ('{"recipe": {"lrr": 1}}', "Did you mean 'lr'?"),
-        ('{"recipe": {"lr": "fast"}}', "lr: expected a number"),
-        ('{"recipe": {"lr": -1}}', "lr: expected a number > 0"),
+        ('{"recipe": {"optim.lrr": 1}}', "Did you mean 'optim.lr'?"),
+        ('{"recipe": {"optim.lr": "fast"}}', "optim.lr: expected a number"),
+        ('{"recipe": {"optim.lr": -1}}', "optim.lr: expected a number > 0"),
         ('{"recipe": {"policy": "aht:threshold=-1"}}', "threshold"),
     ],
 )
@@ -122,5 +128,5 @@ def test_a_bad_recipe_file_is_refused(tmp_path: Path, capsys: Any, text: str | N
 
 def test_a_recipe_file_may_name_a_few_fields(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
-    path.write_text('{"recipe": {"lr": 1e-3, "policy": "avit", "weights": null, "calibrate": false}}')
-    assert get(str(path)) == TrainConfig(data="", lr=1e-3, policy="avit", calibrate=False)
+    path.write_text('{"recipe": {"optim.lr": 1e-3, "policy": "avit", "weights": null, "gate_init": false}}')
+    assert get(str(path)) == TrainConfig(data="", policy="avit", gate_init=False, optim=OptimConfig(lr=1e-3))

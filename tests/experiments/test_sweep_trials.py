@@ -23,7 +23,7 @@ from adaptivit.training.config import TrainConfig
 from tests.support.sweeps import config, pairs, rows
 
 BASE = TrialConfig(data="photos")
-LR, PONDER = "lr=1e-4|3e-4|1e-3", "ponder=0|0.1"
+LR, PONDER = "optim.lr=1e-4|3e-4|1e-3", "loss.ponder=0|0.1"
 
 
 # -- how trials end -------------------------------------------------------------------------------------------------
@@ -43,14 +43,14 @@ def patched(monkeypatch: pytest.MonkeyPatch, fails: Callable[[TrainConfig], Base
 def test_a_failing_trial_is_recorded_and_the_rest_runs(
     tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception
 ) -> None:
-    patched(monkeypatch, lambda c: error if c.lr == 1e-3 else None)
+    patched(monkeypatch, lambda c: error if c.optim.lr == 1e-3 else None)
     for _ in range(2):  # and is not run again
         search(config(tmp_path, LR))
     assert pairs(fake) == [(1e-4, 0), (3e-4, 0)]
     found = rows(tmp_path)
     assert [r["status"] for r in found] == ["finished", "finished", "failed"]
     assert found[2]["reason"].startswith("The loss")
-    assert found[2]["lr"] == "1e-3"
+    assert found[2]["optim.lr"] == "1e-3"
     said = capsys.readouterr()
     assert "1 trials failed" in said.out
     assert "failed: The loss" in said.err
@@ -73,11 +73,11 @@ def test_an_interrupted_trial_is_run_again(
     tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
     """By Ctrl-C, and by a death that could tell nobody."""
-    wanted = config(tmp_path, "lr=1e-4|3e-4|1e-3", method=method, trials=3)
+    wanted = config(tmp_path, "optim.lr=1e-4|3e-4|1e-3", method=method, trials=3)
     begun: list[float] = []
 
     def stop(c: TrainConfig) -> BaseException | None:
-        begun.append(c.lr)
+        begun.append(c.optim.lr)
         return KeyboardInterrupt() if len(begun) == 2 else None
 
     patched(monkeypatch, stop)
@@ -86,7 +86,7 @@ def test_an_interrupted_trial_is_run_again(
     store = sweep_store.Store(wanted, parse(wanted.space, wanted.train))
     claim = store.claim()
     assert claim is not None
-    assert (claim.number, claim.params["lr"]) == (2, f"{begun[1]:.0e}".replace("e-0", "e-"))
+    assert (claim.number, claim.params["optim.lr"]) == (2, f"{begun[1]:.0e}".replace("e-0", "e-"))
     assert store.records()[1].status == "running"
     claim.lock.release()  # as the system does when a process dies
     search(wanted)
@@ -120,7 +120,7 @@ def test_those_who_share_a_directory_share_the_trials(
 
     def work() -> None:
         try:
-            search(config(tmp_path, "lr=1e-5..1e-3:log", method=method, trials=8))
+            search(config(tmp_path, "optim.lr=1e-5..1e-3:log", method=method, trials=8))
         except BaseException as error:  # a thread's exception is nobody's
             errors.append(error)
 
@@ -131,7 +131,7 @@ def test_those_who_share_a_directory_share_the_trials(
         thread.join()
     assert not errors
     assert len({c.out for c in fake}) == len(fake) == 8
-    assert len({c.lr for c in fake}) == 8
+    assert len({c.optim.lr for c in fake}) == 8
     assert [r["status"] for r in rows(tmp_path)] == ["finished"] * 8
 
 
@@ -140,7 +140,7 @@ import sys, time
 from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
 from adaptivit.experiments.sweep.space import parse
 from adaptivit.experiments.sweep.store import Store
-config = SweepConfig(TrialConfig(data="photos", out=sys.argv[1]), ("lr=1e-4|3e-4|1e-3", "ponder=0|0.1"))
+config = SweepConfig(TrialConfig(data="photos", out=sys.argv[1]), ("optim.lr=1e-4|3e-4|1e-3", "loss.ponder=0|0.1"))
 store = Store(config, parse(config.space, config.train))
 while (claim := store.claim()) is not None:
     print(claim.number, *claim.params.values(), flush=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import adaptivit
 from adaptivit.cli.main import main
 
-SMALL = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--epochs", 1, "--log-steps", 1)
+SMALL = ("--backbone", "test_vit", "--img-size", 32, "--batch-size", 8, "--epochs", 1, "--run.log-steps", 1)
 
 
 def run(*words: Any) -> int:

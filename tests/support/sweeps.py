@@ -11,7 +11,7 @@ from adaptivit.evaluation.evaluate import Result
 from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
 from adaptivit.training.config import TrainConfig
 
-LR, PONDER = "lr=1e-4|3e-4|1e-3", "ponder=0|0.1"
+LR, PONDER = "optim.lr=1e-4|3e-4|1e-3", "loss.ponder=0|0.1"
 BASE = TrialConfig(data="photos")
 
 
@@ -21,7 +21,7 @@ def config(out: Path, *space: str, **changes: Any) -> SweepConfig:
 
 
 def pairs(ran: list[TrainConfig]) -> list[tuple[float, float]]:
-    return [(c.lr, c.ponder) for c in ran]
+    return [(c.optim.lr, c.loss.ponder) for c in ran]
 
 
 def rows(out: Path) -> list[dict[str, str]]:

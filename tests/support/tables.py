@@ -13,7 +13,7 @@ TINY = Table(
     "A table for tests",
     "Everything goes on from static.",
     (
-        Run("static", "static", change={"distill": 0.0}, paper="50 / 0.1"),
+        Run("static", "static", change={"loss.distill": 0.0}, paper="50 / 0.1"),
         Run("trained on", "static", start="static"),
         Run("EViT", "evit:keep=0.5", start="static"),
         Run("AHT-ViT", "aht:budget", start="static"),
@@ -22,7 +22,7 @@ TINY = Table(
         Run("goes on from broken", "aht", start="broken"),
     ),
     "a small .npz",
-    shared={"epochs": 2, "lr": 1e-5, "augment": "none", "distill": 1.0, "batch_size": 8}
+    shared={"epochs": 2, "optim.lr": 1e-5, "augment.kind": "none", "loss.distill": 1.0, "batch_size": 8}
     | {"backbone": "test_vit", "img_size": 32},
     reference="trained on",
     pairs=(("AHT-ViT", "EViT"), ("EViT", "broken")),

@@ -12,27 +12,20 @@ import torch
 from torch import Tensor
 
 from adaptivit.data.dataset import Loaded
-from adaptivit.execution import compiled as regional
 from adaptivit.execution import compiling
-from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer, _accelerator, _trainer
 from tests.support.commands import train, weights
 from tests.support.data_sets import split_folder
 from tests.support.models import pictures, tiny
+from tests.support.training import named
 
 # torch's own, while it traces an autograd function
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, losses
     "static": ({}, {}),
-    "aht": ({"straight_through": True, "beta": -2.0}, {"target_depth": 0.1, "budget": 10.0, "ponder": 0.01}),
+    "aht": ({"straight_through": True, "beta": -2.0}, {"target_depth": 0.1, "cost": 10.0, "ponder": 0.01}),
     "avit": ({"gate_scale": 1.0, "gate_center": 2.0}, {"ponder": 0.01, "prior": 0.1}),
-}
-PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # other numbers of rows in every block, skips, gates
-    "fold": ({"budget": 0.7, "blocks": 1}, {}),
-    "tome": ({"r": (2,)}, {}),
-    "amod": ({"capacity": 0.5}, {}),
-    "dynamicvit": ({"keep": 0.7}, {"ratio": 2.0}),
 }
 
 
@@ -41,15 +34,13 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile that neither breaks a graph nor needs a compiler, whose arithmetic is the eager one's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
     torch._dynamo.reset()
-    regional._compiled.cache_clear()
     yield
-    regional._compiled.cache_clear()
     torch._dynamo.reset()
 
 
-def trainer(method: str, how: Any, precision: Any, depth: int = 4) -> Trainer:
-    given, losses = (METHODS | PEERS)[method]
-    config = TrainConfig(data="", lr=1e-3, compile=how, precision=precision, device="cpu", **losses)
+def trainer(method: str, compile: bool, precision: str, depth: int = 4) -> Trainer:
+    given, losses = METHODS[method]
+    config = named(precision=precision, device="cpu", lr=1e-3, compile=compile, **losses)
     torch.manual_seed(0)  # a policy's own weights
     return _trainer(config, tiny(method, more={"depth": depth}, **given), _accelerator(config), 10)
 
@@ -63,17 +54,15 @@ def step(one: Trainer, number: int) -> tuple[float, dict[str, Tensor], Any]:
 
 
 @pytest.mark.usefixtures("one_graph")
-@pytest.mark.parametrize(
-    ("method", "how"), [*((m, "whole") for m in METHODS), *((m, "blocks") for m in METHODS | PEERS)]
-)
-def test_the_same_training(method: str, how: str) -> None:
-    plain, compiled = trainer(method, "no", "fp32"), trainer(method, how, "fp32")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_training(method: str) -> None:
+    plain, compiled = trainer(method, False, "fp32"), trainer(method, True, "fp32")
     for number in range(3):
         loss, gradients, output = step(plain, number)
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             other_loss, other_gradients, other_output = step(compiled, number)
         # static to the bit; weighted attention is traced as it stands, and written out by hand when it is not compiled
-        bound = 0.0 if method == "static" or how == "blocks" else 1e-5
+        bound = 0.0 if method == "static" else 1e-5
         assert loss == pytest.approx(other_loss, rel=bound)
         assert gradients.keys() == other_gradients.keys()
         for name, gradient in gradients.items():
@@ -84,10 +73,9 @@ def test_the_same_training(method: str, how: str) -> None:
 
 
 @pytest.mark.usefixtures("one_graph")
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_the_same_training_under_autocast(how: str) -> None:
+def test_the_same_training_under_autocast() -> None:
     """As on a GPU: accelerate's wrapper is part of the graph."""
-    plain, compiled = trainer("aht", "no", "bf16", 2), trainer("aht", how, "bf16", 2)
+    plain, compiled = trainer("aht", False, "bf16", 2), trainer("aht", True, "bf16", 2)
     for number in range(2):
         loss, _, output = step(plain, number)
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
@@ -111,33 +99,16 @@ def test_a_message_does_not_write_out_the_graph(version: str, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("one_graph")
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_the_flag(tmp_path: Path, how: str) -> None:
+def test_the_flag(tmp_path: Path) -> None:
     """Validation and what is saved are those of the plain model."""
     where = split_folder(tmp_path / "in")
-    arguments: tuple[Any, ...] = ("--policy", "static", "--ema", 0.9)
-    if how == "blocks":
-        arguments += ("--policy", "aht:straight_through=true", "--target-depth", 0.1)
+    arguments = ("--policy", "static", "--optim.ema", 0.9)
     assert train(where, tmp_path / "plain", *arguments) == 0
-    assert train(where, tmp_path / "compiled", *arguments, "--compile", how) == 0
+    assert train(where, tmp_path / "compiled", *arguments, "--run.compile") == 0
     plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     assert plain.keys() == compiled.keys()
     for name, weight in plain.items():
         assert torch.allclose(weight, compiled[name], rtol=1e-4, atol=1e-5), name
-
-
-@pytest.mark.usefixtures("one_graph")
-def test_blocks_share_their_graphs() -> None:
-    """Four blocks and three functions: as many graphs as there are kinds of a block, not one a block; the next method
-    compiles nothing that is there."""
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    step(trainer("static", "blocks", "fp32"), 0)
-    made = counters["stats"]["unique_graphs"]
-    assert made == 3
-    step(trainer("aht", "blocks", "fp32"), 0)
-    assert counters["stats"]["unique_graphs"] == made + 4  # leave and feed with masks, feed that shows an element
 
 
 # -- many of them ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from adaptivit.training import log_plots
 from tests.support.commands import log, train
 from tests.support.data_sets import split_folder
 
-LOSSES = ("--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ponder", 0.01, "--epochs", 2)
+LOSSES = ("--policy", "aht:straight_through=true", "--loss.target-depth", 0.1, "--loss.ponder", 0.01, "--epochs", 2)
 
 
 @pytest.fixture

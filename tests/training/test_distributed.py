@@ -25,7 +25,7 @@ from tests.support.processes import assert_close_weights, free_port, pair, start
 
 pytestmark = pytest.mark.xdist_group("processes")  # ports, and moments to be killed at: one after the other
 
-PLAIN = ("--augment", "none", "--lr", 1e-3, "--clip-grad", 0)
+PLAIN = ("--augment.kind", "none", "--optim.lr", 1e-3, "--optim.clip-grad", 0)
 
 
 def torchrun(
@@ -62,23 +62,24 @@ def torchrun(
 def test_two_processes_train_every_policy(tmp_path: Path, policy: str) -> None:
     """With `aht` the planners get no gradient from the task loss, and are parameters all the same."""
     where = split_folder(tmp_path / "in")
-    more = (*PLAIN, "--policy", policy, "--clip-grad", 1)
+    more = (*PLAIN, "--policy", policy, "--optim.clip-grad", 1)
     assert train(where, tmp_path / "one", *more) == 0
     pair(where, tmp_path / "two", *more)
     assert_close_weights(tmp_path / "one", tmp_path / "two")
 
 
 # -- the same curve -------------------------------------------------------------------------------------------------
-TEACH = ("--distill", 0.5, "--distill-temperature", 2)
-DEEP = ("--prior", 0.1, "--prior-depth", 3)
-AHT = ("--policy", "aht:straight_through=true", "--target-depth", 0.1)
-AVIT = ("--policy", "avit:gate_center=2,gate_scale=1", "--ponder-form", "expected", "--prior-form", "reference")
+TEACH = ("--loss.distill", 0.5)
+DEEP = ("--loss.prior", 0.1, "--loss.prior-depth", 3)
+AHT = ("--policy", "aht:straight_through=true", "--loss.target-depth", 0.1)
+AVIT = ("--policy", "avit:gate_center=2,gate_scale=1", "--loss.prior-form", "reference")
+DYNAMIC = ("--policy", "dynamicvit", "--loss.ratio", 2, "--loss.features", 0.5)
 CURVES: dict[str, tuple[Any, ...]] = {  # every objective, and everything that is random
-    "aht": (*AHT, *TEACH, *DEEP, "--ponder", 0.01, "--budget", 1, "--ema", 0.9, "--drop-path", 0.3),
-    "avit": (*AVIT, *DEEP, "--ponder", 0.01),
-    "dynamicvit": ("--policy", "dynamicvit", "--ratio", 2, "--features", 0.5, "--mixup", 0.8, "--cutmix", 1, *TEACH),
-    "pondernet": ("--policy", "pondernet", "--task", 0, "--expected", 1, "--geometric", 0.1),
-    "confidence": ("--policy", "confidence", "--exits", 1),
+    "aht": (*AHT, *TEACH, *DEEP, "--loss.ponder", 0.01, "--loss.cost", 1, "--optim.ema", 0.9, "--optim.drop-path", 0.3),
+    "avit": (*AVIT, *DEEP, "--loss.ponder", 0.01),
+    "dynamicvit": (*DYNAMIC, *TEACH, "--augment.mixup", 0.8, "--augment.cutmix", 1),
+    "pondernet": ("--policy", "pondernet", "--loss.task", 0, "--loss.expected", 1, "--loss.geometric", 0.1),
+    "confidence": ("--policy", "confidence", "--loss.exits", 1),
 }
 
 
@@ -93,7 +94,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def teacher(where: Path, words: tuple[Any, ...]) -> tuple[Any, ...]:
-    return ("--weights", where.parent / "static" / "model") if "--distill" in words else ()
+    return ("--weights", where.parent / "static" / "model") if "--loss.distill" in words else ()
 
 
 def assert_same_curve(a: Path, b: Path, tolerance: float = 1e-4) -> None:
@@ -109,7 +110,8 @@ def assert_same_curve(a: Path, b: Path, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("name", CURVES)
 def test_two_processes_have_the_curve_of_one(tmp_path: Path, where: Path, name: str) -> None:
-    words = (*PLAIN, *CURVES[name], *teacher(where, CURVES[name]), "--clip-grad", 1, "--epochs", 2, "--lr", 1e-4)
+    words = (*PLAIN, *CURVES[name], *teacher(where, CURVES[name]))
+    words += ("--optim.clip-grad", 1, "--epochs", 2, "--optim.lr", 1e-4)
     assert train(where, tmp_path / "one", *words) == 0
     pair(where, tmp_path / "two", *words)
     assert_same_curve(tmp_path / "one", tmp_path / "two")
@@ -119,9 +121,9 @@ def test_two_processes_have_the_curve_of_one(tmp_path: Path, where: Path, name: 
 
 
 def test_two_processes_that_accumulate_have_the_curve_of_one(tmp_path: Path, where: Path) -> None:
-    words = (*PLAIN, *CURVES["aht"], *teacher(where, CURVES["aht"]), "--lr", 1e-4)
+    words = (*PLAIN, *CURVES["aht"], *teacher(where, CURVES["aht"]), "--optim.lr", 1e-4)
     assert train(where, tmp_path / "one", *words) == 0
-    pair(where, tmp_path / "two", *words, "--accumulate", 2, "--checkpoint-activations")
+    pair(where, tmp_path / "two", *words, "--run.accumulate", 2, "--run.checkpoint-activations")
     assert_same_curve(tmp_path / "one", tmp_path / "two")
     assert_close_weights(tmp_path / "one", tmp_path / "two", 2e-5)
 
@@ -132,9 +134,9 @@ def quickly_compiled() -> None:
 
 @pytest.mark.skipif("ADAPTIVIT_SLOW" not in os.environ, reason="half a minute of compiling; set ADAPTIVIT_SLOW=1")
 def test_two_processes_under_compile(tmp_path: Path, where: Path) -> None:
-    words = (*PLAIN, "--policy", "static", "--drop-path", 0.3, "--lr", 1e-4)
+    words = (*PLAIN, "--policy", "static", "--optim.drop-path", 0.3, "--optim.lr", 1e-4)
     assert train(where, tmp_path / "one", *words) == 0
-    pair(where, tmp_path / "two", *words, "--compile", "whole", first=quickly_compiled)
+    pair(where, tmp_path / "two", *words, "--run.compile", first=quickly_compiled)
     assert_same_curve(tmp_path / "one", tmp_path / "two", 1e-3)
 
 
@@ -146,8 +148,8 @@ def test_images_that_one_process_cannot_read(tmp_path: Path, where: Path) -> Non
     for file in sorted((data / "train").rglob("*.png"))[::2]:
         content = file.read_bytes()
         file.write_bytes(content[:600])  # the header is whole
-    words = (*PLAIN, "--policy", "aht:straight_through=true", "--target-depth", 0.1, "--batch-size", 4)
-    words += ("--allow-corrupt", "--drop-path", 0.3, "--lr", 1e-4)
+    words = (*PLAIN, "--policy", "aht:straight_through=true", "--loss.target-depth", 0.1, "--batch-size", 4)
+    words += ("--allow-corrupt", "--optim.drop-path", 0.3, "--optim.lr", 1e-4)
     assert train(data, tmp_path / "one", *words) == 0
     pair(data, tmp_path / "two", *words)
     assert_same_curve(tmp_path / "one", tmp_path / "two")
@@ -156,9 +158,19 @@ def test_images_that_one_process_cannot_read(tmp_path: Path, where: Path) -> Non
 # -- sharded weights ------------------------------------------------------------------------------------------------
 def test_sharded_weights_train_like_whole_ones(tmp_path: Path, where: Path) -> None:
     """Curve and weights are those of one process, and each of them can go on where the other stopped."""
-    words = (*PLAIN, *CURVES["aht"], *teacher(where, CURVES["aht"]), "--clip-grad", 0.5, "--lr", 1e-4, "--epochs", 2)
+    words = (
+        *PLAIN,
+        *CURVES["aht"],
+        *teacher(where, CURVES["aht"]),
+        "--optim.clip-grad",
+        0.5,
+        "--optim.lr",
+        1e-4,
+        "--epochs",
+        2,
+    )
     assert train(where, tmp_path / "one", *words) == 0
-    pair(where, tmp_path / "two", *words, "--fsdp")
+    pair(where, tmp_path / "two", *words, "--run.fsdp")
     assert_same_curve(tmp_path / "one", tmp_path / "two")
     assert_close_weights(tmp_path / "one", tmp_path / "two", 2e-5)
     for first, second in (("one", "two"), ("two", "one")):
@@ -172,7 +184,7 @@ def test_sharded_weights_train_like_whole_ones(tmp_path: Path, where: Path) -> N
         (mixed / "config.json").write_text(json.dumps(config))
         more = (*words, "--epochs", 3, "--resume")
         if second == "two":
-            pair(where, mixed, *more, "--fsdp")
+            pair(where, mixed, *more, "--run.fsdp")
         else:
             assert train(where, mixed, *more) == 0
     assert_close_weights(tmp_path / "one-two", tmp_path / "two-one", 5e-5)
@@ -199,7 +211,7 @@ def watched() -> None:
 def test_sharding_is_really_sharding(tmp_path: Path, where: Path) -> None:
     """A process has half of the weights and of AdamW's state."""
     out = tmp_path / "two"
-    pair(where, out, *PLAIN, "--policy", "static", "--fsdp", first=watched)
+    pair(where, out, *PLAIN, "--policy", "static", "--run.fsdp", first=watched)
     said = [out.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
     held = [[int(w) for w in text.split("HELD")[1].split()[:2]] for text in said]
     total = sum(v.numel() for v in weights(out).values())
@@ -211,8 +223,8 @@ def test_sharding_is_really_sharding(tmp_path: Path, where: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--fsdp",), "start it with torchrun"),
-        (("--checkpoint-activations", "--compile", "whole"), "cannot be combined"),
+        (("--run.fsdp",), "start it with torchrun"),
+        (("--run.checkpoint-activations", "--run.compile"), "cannot be combined"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_written(
@@ -220,13 +232,23 @@ def test_what_cannot_be_is_said_before_anything_is_written(
 ) -> None:
     words = ("train", "--data", where, "--out", tmp_path / "no", "--device", "cpu", *SMALL, *more)
     assert said in refused(capsys, *words)
-    assert "times 3 parts" in refused(capsys, *words[: -len(more)], "--accumulate", 3)
+    assert "times 3 parts" in refused(capsys, *words[: -len(more)], "--run.accumulate", 3)
     assert not (tmp_path / "no").exists()
 
 
 # -- killed ---------------------------------------------------------------------------------------------------------
-KILLED = (*PLAIN, "--policy", "aht:straight_through=true", "--target-depth", 0.1, "--ema", 0.9, "--drop-path", 0.3)
-KILLED += ("--epochs", 3, "--checkpoint-steps", 2, "--lr", 1e-4, "--augment", "rand")
+KILLED = (
+    *PLAIN,
+    "--policy",
+    "aht:straight_through=true",
+    "--loss.target-depth",
+    0.1,
+    "--optim.ema",
+    0.9,
+    "--optim.drop-path",
+    0.3,
+)
+KILLED += ("--epochs", 3, "--run.checkpoint-steps", 2, "--optim.lr", 1e-4, "--augment.kind", "rand")
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@ test_train.py; here are those whose backbone or start is special."""
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,14 @@ from accelerate import Accelerator
 import adaptivit
 from adaptivit.policies import spec
 from adaptivit.training import methods, optim, recipes
-from adaptivit.training.config import TrainConfig
+from adaptivit.training.config import LOSSES, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
 from adaptivit.training.run import Trainer, objective
-from adaptivit.utils.coerce import convert
+from adaptivit.utils.settings import flat
 from tests.support.commands import refused, run, train
 from tests.support.data_sets import CLASSES, folder, split_folder
 from tests.support.models import BACKBONES, TINY
-from tests.support.training import batch
+from tests.support.training import batch, named
 
 T, S = "deit_tiny_patch16_224", "deit_small_patch16_224"
 B, L = "vit_base_patch16_224", "vit_large_patch16_224"
@@ -103,9 +101,6 @@ ISOFLOP = {
 }
 
 
-HINTS = typing.get_type_hints(TrainConfig)
-
-
 def words_of(name: str) -> str:
     return " ".join(RECIPES[name].text().split())
 
@@ -115,7 +110,7 @@ def test_a_recipe_is_what_its_paper_prints(name: str) -> None:
     config, (backbone, policy, fields, words) = get(name), FACTS[name]
     assert config.backbone == backbone
     assert spec.parse(config.policy) == spec.parse(policy)
-    assert {k: getattr(config, k) for k in fields} == fields
+    assert config == named(config, **fields)
     for word in words:
         assert word in words_of(name)
 
@@ -131,7 +126,7 @@ def test_an_isoflop_model_has_the_printed_cost(name: str) -> None:
     assert blocks == expected
     assert (around + blocks * block) / 1e9 == pytest.approx(gmacs, rel=0.02)
     assert top1 in words_of(name)
-    assert {k: getattr(get(name), k) for k in AMOD} == AMOD
+    assert get(name) == named(get(name), **AMOD)
 
 
 def test_every_recipe_of_a_paper_has_its_facts_here_or_beside() -> None:
@@ -146,11 +141,10 @@ def test_the_text_has_the_command_and_says_that_we_have_not_run_it(name: str) ->
     assert f"adaptivit train --recipe {name} --data " in words
     assert "Not run by us" in words
     config, policy = get(name), get(name).policy.partition(":")[0]
-    for field in dataclasses.fields(TrainConfig):  # a TOML file holds a value as the setting wants it
-        convert(field.name, getattr(config, field.name), HINTS[field.name])
     spec.make(*spec.parse(config.policy))
-    losses = methods.parse_method(f"{policy}:{name}", TrainConfig(data="x"))  # and `compare` can name it
-    assert (losses.ponder, losses.prior, losses.ratio) == (config.ponder, config.prior, config.ratio)
+    made = methods.parse_method(f"{policy}:{name}", TrainConfig(data="x"))  # and `compare` can name it
+    mine, there = flat(made), flat(config)
+    assert {k: mine[k] for k in LOSSES} == {k: there[k] for k in LOSSES}
 
 
 def test_from_scratch_takes_no_weights_and_others_do() -> None:
@@ -160,7 +154,7 @@ def test_from_scratch_takes_no_weights_and_others_do() -> None:
 
 @pytest.mark.parametrize("name", ["avit-distilled-tiny", "avit-distilled-small"])
 def test_a_step_with_a_distillation_token(name: str) -> None:
-    config = dataclasses.replace(get(name), warmup_epochs=0)
+    config = named(get(name), warmup_epochs=0)
     policy, given = spec.parse(config.policy)
     torch.manual_seed(0)
     model = adaptivit.create(TINY | BACKBONES["distilled"] | {"num_classes": 3}, policy, **given)
@@ -181,7 +175,7 @@ def test_a_transfer_starts_from_the_model_that_balanced_saved(tmp_path: Path) ->
         where = tmp_path / name
         folder(where / "train", more)
         folder(where / "val", more, each=2, seed=1)
-        weights = ("--weights", tmp_path / "balanced" / "model", "--lr", 1e-12, "--min-lr", 0)
+        weights = ("--weights", tmp_path / "balanced" / "model", "--optim.lr", 1e-12, "--optim.min-lr", 0)
         assert train(where, tmp_path / f"{name}-out", "--recipe", name, *weights) == 0
         model = adaptivit.load(tmp_path / f"{name}-out" / "model")
         assert model.class_names == sorted(more) != list(CLASSES)
@@ -200,9 +194,9 @@ def test_the_listing_and_one_recipe(capsys: Any) -> None:
     for line in (
         "+0.06 points",
         "--policy avit:gate_scale=5,gate_center=10,gate=network",
-        "--lr 0.0015",
-        "--prior 0.1",
+        "--optim.lr 0.0015",
+        "--loss.prior 0.1",
     ):
         assert line in said
-    assert "--target-depth" not in said  # as by default
+    assert "--loss.target-depth" not in said  # as by default
     assert "Did you mean 'avit-network'?" in refused(capsys, "recipes", "avit-netwrk")

@@ -28,8 +28,19 @@ from tests.support.processes import LIMIT, begin
 pytestmark = pytest.mark.xdist_group("resume")  # one run that all compare with
 
 # Everything random and everything with a state of its own.
-HARD = ("--policy", "aht:straight_through=true", "--target-depth", 0.5, "--ponder", 0.01, "--ema", 0.9)
-HARD += ("--drop-path", 0.3, "--augment", "rand", "--random-erasing", 0.5, "--epochs", 3, "--lr", 1e-3)
+HARD = ("--policy", "aht:straight_through=true", "--loss.target-depth", 0.5, "--loss.ponder", 0.01, "--optim.ema", 0.9)
+HARD += (
+    "--optim.drop-path",
+    0.3,
+    "--augment.kind",
+    "rand",
+    "--augment.erasing",
+    0.5,
+    "--epochs",
+    3,
+    "--optim.lr",
+    1e-3,
+)
 
 
 def assert_clean_log(out: Path, steps: int = 9, epochs: int = 3) -> None:
@@ -77,14 +88,14 @@ def slow() -> None:
 
 def test_the_same_run_twice_is_the_same(whole: Any, tmp_path: Path) -> None:
     torch.manual_seed(123)
-    assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 1, "--workers", 1) == 0
+    assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 1, "--workers", 1) == 0
     assert_same_weights(weights(tmp_path), whole[1])
 
 
 @pytest.mark.parametrize(("every", "at"), [(2, 5), (0, 5), (0, 1)])
 def test_killed_and_resumed_is_bit_for_bit_the_same(whole: Any, tmp_path: Path, every: int, at: int) -> None:
     """A checkpoint every so many steps (0: epochs of 3 steps alone), killed when this step has been logged."""
-    words = (*HARD, "--checkpoint-steps", every)
+    words = (*HARD, "--run.checkpoint-steps", every)
     code = child(whole[0], tmp_path, words, slow, until=lambda: any(r["step"] >= at for r in log(tmp_path)))
     assert code == -signal.SIGKILL
     assert not (tmp_path / "model").exists()
@@ -181,7 +192,7 @@ def words(whole: Any, out: Path, *more: Any) -> tuple[Any, ...]:
 
 def test_another_configuration_is_refused_with_what_differs(whole: Any, capsys: Any) -> None:
     out = whole[0].parent / "out"
-    said = refused(capsys, *words(whole, out, "--resume", "--lr", 0.5, "--ema", 0.5))
+    said = refused(capsys, *words(whole, out, "--resume", "--optim.lr", 0.5, "--optim.ema", 0.5))
     assert "lr (was 0.001, now 0.5)" in said
     assert "ema (was 0.9, now 0.5)" in said
     assert "drop_path" not in said
@@ -248,18 +259,32 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CrossEntropy, "sums", spoilt)
-        assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 2) == 2
+        assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 2) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "'task' became nan at step" in said
     assert [r["step"] for r in log(tmp_path) if r["kind"] == "train"] == [1, 2, 3, 4, 5]
     assert torch.load(tmp_path / "checkpoint" / "training.pt", weights_only=True)["step"] == 4
-    assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 2, "--resume") == 0
+    assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 2, "--resume") == 0
     assert_same_weights(weights(tmp_path), whole[1])
     assert adaptivit.load(tmp_path / "model").class_names == ["a", "b", "c"]
 
 
 def test_the_step_in_the_message_is_the_step_in_the_log(whole: Any, tmp_path: Path, capsys: Any) -> None:
-    assert train(whole[0], tmp_path, "--policy", "static", "--lr", 1e30, "--clip-grad", 0, "--warmup-epochs", 0) == 2
+    assert (
+        train(
+            whole[0],
+            tmp_path,
+            "--policy",
+            "static",
+            "--optim.lr",
+            1e30,
+            "--optim.clip-grad",
+            0,
+            "--optim.warmup-epochs",
+            0,
+        )
+        == 2
+    )
     last = max(r["step"] for r in log(tmp_path))
     assert f"at step {last + 1}." in capsys.readouterr().err
 
@@ -276,7 +301,7 @@ def test_a_checkpoint_never_holds_weights_that_are_not_finite(whole: Any, tmp_pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CrossEntropy, "sums", spoilt)
-        assert train(whole[0], tmp_path, *HARD, "--checkpoint-steps", 1) == 2
+        assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 1) == 2
     if (tmp_path / "checkpoint").exists():
         stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
         assert all(v.isfinite().all() for v in stored.values())

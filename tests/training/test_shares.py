@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor
 from adaptivit.data.dataset import Loaded
 from adaptivit.execution.torch import Executor
 from adaptivit.training import optim
-from adaptivit.training.config import TrainConfig
 from adaptivit.training.losses import (
     Batch,
     Budget,
@@ -40,6 +38,7 @@ from adaptivit.training.step import Seen, Trainer
 from adaptivit.utils.batch_rng import Share, draw, drawing
 from tests.support.models import pictures, tiny
 from tests.support.policies import PAPERS
+from tests.support.training import named
 
 AHT: dict[str, Any] = {"beta": -1.0, "straight_through": True}
 AVIT: dict[str, Any] = {"gate_scale": 1.0, "gate_center": 2.0}
@@ -135,12 +134,12 @@ def test_most_losses_of_parts_are_not_means_of_means() -> None:
 # -- a step in parts ------------------------------------------------------------------------------------------------
 STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # policy, its settings, the configuration's
     "plain": ("static", {}, {"drop_path": 0.3, "label_smoothing": 0.1}),
-    "aht": ("aht", AHT, {"target_depth": 0.1, "budget": 10.0, "ponder": 0.01, "prior": 0.1, "prior_depth": 3.0}),
+    "aht": ("aht", AHT, {"target_depth": 0.1, "cost": 10.0, "ponder": 0.01, "prior": 0.1, "prior_depth": 3.0}),
     "mixed": ("dynamicvit", {}, {"ratio": 2.0, "mixup": 0.8, "cutmix": 1.0, "drop_path": 0.2}),
     "folding": (
         "aht_merge",
         PAPERS | AHT | {"halting_blocks": (0, 1, 2)},
-        {"target_depth": 0.1, "budget": 10.0, "drop_path": 0.3},
+        {"target_depth": 0.1, "cost": 10.0, "drop_path": 0.3},
     ),
     "reference": ("avit", AVIT, {"prior": 0.1, "prior_form": "reference", "prior_depth": 3.0}),
     "routed": ("mod", {}, {"drop_path": 0.2}),
@@ -149,11 +148,12 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # policy, its 
 
 def trainer(name: str, **changes: Any) -> Trainer:
     policy, settings, given = STEPS[name]
-    config = replace(TrainConfig(data="", lr=1e-3, device="cpu", warmup_epochs=0, **given), **changes)
+    config = named(device="cpu", lr=1e-3, warmup_epochs=0, **given | changes)
     torch.manual_seed(0)  # the policy draws its own weights
-    model = tiny(policy, more={"depth": 4, "drop_path_rate": config.drop_path}, **settings)
-    model.recompute = config.checkpoint_activations
-    mixup = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=10) if config.mixup else None
+    model = tiny(policy, more={"depth": 4, "drop_path_rate": config.optim.drop_path}, **settings)
+    model.recompute = config.run.checkpoint_activations
+    mix = config.augment
+    mixup = Mixup(mix.mixup, mix.cutmix, label_smoothing=0.0, num_classes=10) if mix.mixup else None
     optimizer = optim.adamw(model, config)
     return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, mixup=mixup)
 

@@ -20,16 +20,17 @@ from adaptivit.data.dataset import Loaded
 from adaptivit.model import AdaptiveViT
 from adaptivit.policies import spec
 from adaptivit.training import optim
-from adaptivit.training.config import TrainConfig
+from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
 from adaptivit.training.run import Trainer, fit, objective
+from adaptivit.utils.settings import flat
 from tests.support.commands import SMALL, assert_same_weights, log, refused, static, train, weights
 from tests.support.data_sets import folder, pixels, split_folder
 
 AHT = {"aht-high-accuracy": (1e-3, 1.0), "aht-balanced": (5e-2, 0.5), "aht-high-efficiency": (1e-2, 0.2)}
 AVIT = {"avit-paper": (5, 10, 0.1, "paper"), "avit-tiny": (10, 30, 1e-3, "reference")}
 AVIT |= {"avit-small": (10, 75, 1e-3, "reference")}
-TERMS = ("task", "ponder", "target_depth", "prior", "budget", "ratio", "exits", "expected", "geometric")
+TERMS = ("task", "ponder", "target_depth", "prior", "cost", "ratio", "exits", "expected", "geometric")
 TERMS = (*TERMS, "distill", "features")
 
 
@@ -38,9 +39,10 @@ TERMS = (*TERMS, "distill", "features")
 def test_the_recipes_of_aht_are_table_2(name: str) -> None:
     config = get(name)
     assert spec.parse(config.policy) == ("aht", {})
-    assert (config.ponder, config.target_depth) == AHT[name]
-    assert (config.epochs, config.lr, config.weight_decay, config.augment) == (50, 1e-4, 0.05, "rand")
-    assert (config.prior, config.budget, config.distill, config.sigma) == (0, 0, 0, 1.0)
+    loss, optimiser = config.loss, config.optim
+    assert (loss.ponder, loss.target_depth) == AHT[name]
+    assert (config.epochs, optimiser.lr, optimiser.weight_decay, config.augment.kind) == (50, 1e-4, 0.05, "rand")
+    assert (loss.prior, loss.cost, loss.distill, loss.sigma) == (0, 0, 0, 1.0)
 
 
 @pytest.mark.parametrize("name", AVIT)
@@ -49,26 +51,28 @@ def test_the_recipes_of_avit_are_the_papers(name: str) -> None:
     policy, values = spec.parse(config.policy)
     assert policy == "avit"
     assert (values["gate_scale"], values["gate_center"]) == (scale, center)
-    assert (config.ponder, config.prior, config.prior_form, config.epochs) == (5e-4, prior, form, 100)
-    assert (config.target_depth, config.budget, config.distill, config.mixup) == (0, 0, 0, 0)
+    loss = config.loss
+    assert (loss.ponder, loss.prior, loss.prior_form, config.epochs) == (5e-4, prior, form, 100)
+    assert (loss.target_depth, loss.cost, loss.distill, config.augment.mixup) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_through_the_command_line(tmp_path: Path, name: str) -> None:
     where = split_folder(tmp_path / "in")
-    more = ("--weights", static(tmp_path / "static")) if get(name).distill else ()
+    more = ("--weights", static(tmp_path / "static")) if get(name).loss.distill else ()
     assert train(where, tmp_path / "out", "--recipe", name, *more) == 0
     said = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
     expected = get(name)
     assert said["recipe"] == name
-    assert all(said[k] == getattr(expected, k) for k in ("policy", "ponder", "target_depth", "prior", "lr"))
-    terms = {k for k in TERMS if getattr(expected, k)}
+    settings = flat(expected)
+    assert all(said[k] == settings[k] for k in ("policy", "optim.lr", *(f"loss.{term}" for term in TERMS)))
+    terms = {k for k in TERMS if settings[f"loss.{k}"]}
     records = [r for r in log(tmp_path / "out") if r["kind"] == "train"]
     assert len(records) == 3
     for record in records:
         assert {k for k in TERMS if k in record} == terms
         assert math.isfinite(record["loss"])
-        total = sum(getattr(expected, k) * record[k] for k in terms)
+        total = sum(settings[f"loss.{k}"] * record[k] for k in terms)
         assert record["loss"] == pytest.approx(total, rel=1e-5)
     model = adaptivit.load(tmp_path / "out" / "model")
     assert model.policy_name == spec.parse(expected.policy)[0]
@@ -77,9 +81,10 @@ def test_every_recipe_trains_through_the_command_line(tmp_path: Path, name: str)
 
 def test_flags_override_a_recipe(tmp_path: Path) -> None:
     where = split_folder(tmp_path / "in")
-    assert train(where, tmp_path / "out", "--recipe", "aht-balanced", "--ponder", 0.25, "--policy", "aht:eps=0.1") == 0
+    words = ("--recipe", "aht-balanced", "--loss.ponder", 0.25, "--policy", "aht:eps=0.1")
+    assert train(where, tmp_path / "out", *words) == 0
     said = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
-    assert (said["ponder"], said["target_depth"], said["policy"]) == (0.25, 0.5, "aht:eps=0.1")
+    assert (said["loss.ponder"], said["loss.target_depth"], said["policy"]) == (0.25, 0.5, "aht:eps=0.1")
 
 
 def test_the_test_split_is_never_read(tmp_path: Path) -> None:
@@ -95,10 +100,10 @@ def test_the_test_split_is_never_read(tmp_path: Path) -> None:
 def test_distillation_is_one_flag(tmp_path: Path) -> None:
     where, teacher = split_folder(tmp_path / "in"), static(tmp_path / "teacher")
     before = (teacher / "model.safetensors").read_bytes()
-    assert train(where, tmp_path / "out", "--distill", 1.0, "--weights", teacher, "--lr", 1e-9) == 0
+    assert train(where, tmp_path / "out", "--loss.distill", 1.0, "--weights", teacher, "--optim.lr", 1e-9) == 0
     assert all(r["distill"] >= 0 for r in log(tmp_path / "out") if r["kind"] == "train")
     assert (teacher / "model.safetensors").read_bytes() == before
-    assert train(where, tmp_path / "same", "--distill", 1.0, "--teacher", teacher, "--weights", teacher) == 0
+    assert train(where, tmp_path / "same", "--loss.distill", 1.0, "--teacher", teacher, "--weights", teacher) == 0
 
 
 def test_the_teacher_is_frozen_and_is_the_static_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,31 +120,31 @@ def test_the_teacher_is_frozen_and_is_the_static_model(tmp_path: Path, monkeypat
         return found
 
     monkeypatch.setattr(Trainer, "step", watched)
-    assert train(where, tmp_path / "out", "--distill", 1.0, "--teacher", path, "--policy", "static") == 0
+    assert train(where, tmp_path / "out", "--loss.distill", 1.0, "--teacher", path, "--policy", "static") == 0
     assert seen == [True] * 3
 
 
 def test_a_teacher_that_does_not_fit(tmp_path: Path, capsys: Any) -> None:
     where = split_folder(tmp_path / "in")
-    words = ("train", "--data", where, "--out", tmp_path / "out", *SMALL, "--distill", 1)
+    words = ("train", "--data", where, "--out", tmp_path / "out", *SMALL, "--loss.distill", 1)
     assert "has 5 classes, the data 3" in refused(capsys, *words, "--teacher", static(tmp_path / "five", 5))
     assert "got neither" in refused(capsys, *words)
     assert not (tmp_path / "out").exists()
 
 
 # -- mixup, averages, precision, logs -------------------------------------------------------------------------------
-@pytest.mark.parametrize("flags", [("--mixup", 0.8), ("--mixup", 0.8, "--cutmix", 1.0)])
+@pytest.mark.parametrize("flags", [("--augment.mixup", 0.8), ("--augment.mixup", 0.8, "--augment.cutmix", 1.0)])
 def test_mixup_follows_from_the_seed(tmp_path: Path, flags: tuple[Any, ...]) -> None:
     where = split_folder(tmp_path / "in")
     for out in ("one", "two"):
-        assert train(where, tmp_path / out, "--policy", "static", "--label-smoothing", 0.1, *flags) == 0
+        assert train(where, tmp_path / out, "--policy", "static", "--augment.label-smoothing", 0.1, *flags) == 0
     assert_same_weights(weights(tmp_path / "one"), weights(tmp_path / "two"))
 
 
 def test_mixup_with_an_odd_batch(tmp_path: Path, capsys: Any) -> None:
     """Trained, or refused in a line: no traceback."""
     where = split_folder(tmp_path / "in")
-    assert train(where, tmp_path / "out", "--policy", "static", "--mixup", 0.8, "--batch-size", 7) in (0, 2)
+    assert train(where, tmp_path / "out", "--policy", "static", "--augment.mixup", 0.8, "--batch-size", 7) in (0, 2)
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.999])
@@ -156,7 +161,7 @@ def test_the_saved_model_is_the_average(tmp_path: Path, decay: float) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", watched)
-        assert train(where, tmp_path / "out", "--ema", decay, "--lr", 1e-2, "--policy", "static") == 0
+        assert train(where, tmp_path / "out", "--optim.ema", decay, "--optim.lr", 1e-2, "--policy", "static") == 0
     expected = {k: v.double() for k, v in states[0].items()}
     for n, state in enumerate(states[1:]):
         d = min(decay, (1 + n) / (10 + n))
@@ -181,7 +186,7 @@ def test_the_average_starts_from_the_calibrated_model(tmp_path: Path, monkeypatc
         return step(self, *arguments)
 
     monkeypatch.setattr(Trainer, "step", watched)
-    assert train(where, tmp_path / "out", "--policy", "aht", "--ema", 0.999) == 0
+    assert train(where, tmp_path / "out", "--policy", "aht", "--optim.ema", 0.999) == 0
     assert seen[0][0] == pytest.approx(seen[0][1])
 
 
@@ -247,7 +252,7 @@ def test_tensorboard_writes_events(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     where = split_folder(tmp_path / "in")
-    assert train(where, tmp_path / "out", "--tensorboard", "--policy", "static") == 0
+    assert train(where, tmp_path / "out", "--run.tensorboard", "--policy", "static") == 0
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert [s for s, _ in losses] == [1, 2, 3]
@@ -266,7 +271,7 @@ def test_drop_path_acts_whatever_the_weights_come_from(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Trainer, "step", watched)
     for i, source in enumerate((start / "model.safetensors", start)):
-        assert train(where, tmp_path / str(i), "--policy", "static", "--drop-path", 0.3, "--weights", source) == 0
+        assert train(where, tmp_path / str(i), "--policy", "static", "--optim.drop-path", 0.3, "--weights", source) == 0
     assert rates == pytest.approx([0.3] * 6)
 
 
@@ -286,7 +291,7 @@ def test_an_image_cut_short_stops_training_with_its_name_or_is_left_out(tmp_path
 
 # -- the optimiser --------------------------------------------------------------------------------------------------
 def test_the_schedule_warms_up_and_follows_a_cosine() -> None:
-    config = TrainConfig(data="", lr=1.0, min_lr=0.1, epochs=5, warmup_epochs=1)
+    config = TrainConfig(data="", epochs=5, optim=OptimConfig(lr=1.0, min_lr=0.1, warmup_epochs=1))
     rates = [optim.learning_rate(config, s, 4) for s in range(20)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     expected = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * np.arange(16) / 16))
@@ -295,7 +300,7 @@ def test_the_schedule_warms_up_and_follows_a_cosine() -> None:
 
 def test_weight_decay_is_for_matrices_alone() -> None:
     model = adaptivit.create("test_vit", "aht", img_size=32, num_classes=3)
-    groups = optim.adamw(model, TrainConfig(data="", weight_decay=0.3)).param_groups
+    groups = optim.adamw(model, TrainConfig(data="", optim=OptimConfig(weight_decay=0.3))).param_groups
     decay = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
     for name, p in model.named_parameters():
         plain = p.ndim < 2 or name in ("vit.pos_embed", "vit.cls_token")
@@ -304,7 +309,7 @@ def test_weight_decay_is_for_matrices_alone() -> None:
 
 
 def test_gradients_are_clipped() -> None:
-    config = TrainConfig(data="", policy="static", clip_grad=0.01, lr=1e-9)
+    config = TrainConfig(data="", policy="static", optim=OptimConfig(clip_grad=0.01, lr=1e-9))
     model = adaptivit.create("test_vit", "static", img_size=32, num_classes=3)
     trainer = Trainer(model, objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
     images = torch.randn(4, 3, 32, 32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from accelerate import Accelerator
 import adaptivit
 from adaptivit.policies import BUILT_IN, spec
 from adaptivit.training import optim
-from adaptivit.training.config import TrainConfig
+from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
 from adaptivit.training.run import Trainer, objective
 from tests.support.commands import log, refused, static, train
 from tests.support.data_sets import split_folder
-from tests.support.training import batch
+from tests.support.training import batch, named
 
 NEW = ("dynamicvit", "evit", "mod", "amod", "act", "confidence", "similarity", "pondernet")
 
@@ -30,7 +29,7 @@ def trainer(config: TrainConfig) -> Trainer:
     policy, given = spec.parse(config.policy)
     model = adaptivit.create("test_vit", policy, img_size=32, num_classes=3, **given)
     teacher = None
-    if config.distill or config.features:
+    if config.loss.distill or config.loss.features:
         teacher = adaptivit.create("test_vit", "static", img_size=32, num_classes=3).requires_grad_(False)
     optimizer = optim.adamw(model, config)
     return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, teacher)
@@ -42,13 +41,13 @@ def moved(model: Any, before: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", NEW)
 def test_a_step_of_each_recipe_moves_the_policy(name: str) -> None:
-    config = replace(get(name), lr=1e-2, warmup_epochs=0, freeze_epochs=0, mixup=0.0, cutmix=0.0)
+    config = named(get(name), lr=1e-2, warmup_epochs=0, freeze_epochs=0, mixup=0.0, cutmix=0.0)
     one = trainer(config)
     before = {k: p.detach().clone() for k, p in one.model.named_parameters()}
     losses, output = one.step(batch(), 0, 4)
     assert losses.total.isfinite()
     assert all(v.isfinite() for v in losses.terms.values())
-    assert output.layout == ("gathered" if one.model.policy.traits.fixed_counts_in_training else "masked")
+    assert output.layout == ("gathered" if one.model.policy.equal_in_training else "masked")
     change = moved(one.model, before)
     assert change["vit.blocks.0.attn.qkv.weight"] > 0
     own = {k: v for k, v in change.items() if k.startswith("policy.")}
@@ -57,7 +56,7 @@ def test_a_step_of_each_recipe_moves_the_policy(name: str) -> None:
 
 
 def test_a_frozen_backbone_does_not_move() -> None:
-    config = replace(get("dynamicvit"), freeze_epochs=2, mixup=0.0, cutmix=0.0, warmup_epochs=0)
+    config = named(get("dynamicvit"), freeze_epochs=2, mixup=0.0, cutmix=0.0, warmup_epochs=0)
     one = trainer(config)
     before = {k: p.detach().clone() for k, p in one.model.named_parameters()}
     for step in range(8):  # two epochs of four steps
@@ -71,7 +70,9 @@ def test_a_frozen_backbone_does_not_move() -> None:
 
 
 def test_the_backbone_has_its_share_of_the_learning_rate() -> None:
-    config = TrainConfig(data="", policy="mod", lr=1e-2, backbone_lr=0.01, warmup_epochs=0, weight_decay=0.0)
+    config = TrainConfig(
+        data="", policy="mod", optim=OptimConfig(lr=1e-2, backbone_lr=0.01, warmup_epochs=0, weight_decay=0.0)
+    )
     one = trainer(config)
     before = {k: p.detach().clone() for k, p in one.model.named_parameters()}
     one.step(batch(), 0, 4)
@@ -109,21 +110,19 @@ def test_the_rate_of_evit_follows_the_epochs(tmp_path: Path, monkeypatch: pytest
 
 def test_features_alone_need_a_teacher(tmp_path: Path, capsys: Any) -> None:
     where = split_folder(tmp_path / "in")
-    assert (
-        train(where, tmp_path / "out", "--policy", "dynamicvit", "--features", 1.0, "--weights", static(tmp_path / "s"))
-        == 0
-    )
+    given = ("--policy", "dynamicvit", "--loss.features", 1.0, "--weights", static(tmp_path / "s"))
+    assert train(where, tmp_path / "out", *given) == 0
     assert all(r["features"] >= 0 for r in log(tmp_path / "out") if r["kind"] == "train")
     words = ("--data", where, "--out", tmp_path / "no", "--backbone", "test_vit", "--img-size", 32, "--batch-size", 8)
-    assert "got neither" in refused(capsys, "train", *words, "--policy", "dynamicvit", "--features", 1)
+    assert "got neither" in refused(capsys, "train", *words, "--policy", "dynamicvit", "--loss.features", 1)
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("term", ["ratio", "exits", "expected", "geometric", "ponder", "budget"])
+@pytest.mark.parametrize("term", ["ratio", "exits", "expected", "geometric", "ponder", "cost"])
 def test_a_loss_that_the_policy_cannot_serve_is_said_before_training(tmp_path: Path, capsys: Any, term: str) -> None:
     where = split_folder(tmp_path / "in")
     words = ("--data", where, "--out", tmp_path / "no", "--backbone", "test_vit", "--img-size", 32, "--batch-size", 8)
-    assert "has no fact" in refused(capsys, "train", *words, "--policy", "static", f"--{term}", 1)
+    assert "has no fact" in refused(capsys, "train", *words, "--policy", "static", f"--loss.{term}", 1)
     assert not (tmp_path / "no").exists()
 
 
@@ -135,16 +134,19 @@ def test_every_policy_with_a_loss_of_its_own_has_a_recipe() -> None:
 
 def test_the_recipes_are_the_papers() -> None:
     d, e, a, m, p = (get(n) for n in ("dynamicvit", "evit", "amod", "mod", "pondernet"))
-    assert (d.ratio, d.distill, d.features, d.backbone_lr, d.freeze_epochs, d.epochs) == (2.0, 0.5, 0.5, 0.01, 5, 30)
+    dynamic = {"ratio": 2.0, "distill": 0.5, "features": 0.5, "backbone_lr": 0.01, "freeze_epochs": 5, "epochs": 30}
+    assert d == named(d, **dynamic)
     assert spec.parse(e.policy)[1] == {"warm_epochs": 10, "shrink_epochs": 15}
-    assert (a.epochs, a.batch_size, a.lr) == (m.epochs, m.batch_size, m.lr) == (100, 128, 1e-5)
-    assert (p.task, p.expected, p.geometric) == (0, 1.0, 0.01)
-    assert (get("confidence").task, get("confidence").exits, get("act").ponder) == (0, 1.0, 5e-4)
+    for routed in (a, m):
+        assert routed == named(routed, epochs=100, batch_size=128, lr=1e-5)
+    assert p == named(p, task=0, expected=1.0, geometric=0.01)
+    assert get("confidence") == named(get("confidence"), task=0, exits=1.0)
+    assert get("act").loss.ponder == 5e-4
 
 
 def test_validation_may_be_rarer_than_epochs(tmp_path: Path, capsys: Any) -> None:
     where = split_folder(tmp_path / "in")
-    assert train(where, tmp_path / "out", "--policy", "static", "--epochs", 5, "--val-epochs", 2) == 0
+    assert train(where, tmp_path / "out", "--policy", "static", "--epochs", 5, "--run.val-epochs", 2) == 0
     assert [r["epoch"] for r in log(tmp_path / "out") if r["kind"] == "validation"] == [2, 4, 5]
     words = ("--data", where, "--out", tmp_path / "no", "--backbone", "test_vit", "--img-size", 32)
-    assert "val_epochs: expected at least 1, got 0" in refused(capsys, "train", *words, "--val-epochs", 0)
+    assert "val_epochs: expected at least 1, got 0" in refused(capsys, "train", *words, "--run.val-epochs", 0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...data.augment_config import AugmentConfig
 from ...errors import UserError
-from ...training.config import TrainConfig
+from ...training.config import OptimConfig, TrainConfig, with_settings
 from ...training.methods import parse_method
 from ...utils.coerce import at_least
+from ...utils.settings import command, flat, kinds
 
 # May differ between two calls that fill one directory: more methods and seeds, another machine, timing.
 _FREE = ("methods", "seeds", "out", "device", "workers", "timing_batch", "timing_repeats")
@@ -29,8 +29,8 @@ class CompareConfig:
     data: str
     """Image folder, arrays, shards or hf:PATH, as for train; `digits` for the embedded handwritten digits."""
     methods: tuple[str, ...]
-    """Methods, each policy[:recipe][,key=value], e.g. aht:balanced avit aht:budget_share=0.5 (listed below). A key is
-    a setting of the policy or the weight or form of a loss. static is always among them."""
+    """Methods, each policy[:recipe][,key=value], e.g. aht:balanced avit aht:loss.cost_target=0.5 (listed below). A key
+    is a setting of the policy or of a loss. static is always among them."""
     backbone: str = "deit_tiny_patch16_224"
     """timm name of the VisionTransformer; `digits_vit` for the small one of the quickstart."""
     weights: str | None = None
@@ -47,16 +47,8 @@ class CompareConfig:
     """Passes over the training images for each method; 0 to adapt the weights without training."""
     batch_size: int = 128
     """Images a step, and at a time in the evaluation."""
-    lr: float = 1e-4
-    """Peak learning rate of AdamW."""
-    min_lr: float = 1e-6
-    """Learning rate at the end of the cosine."""
-    warmup_epochs: float = 1.0
-    """Linear warm-up."""
-    weight_decay: float = 0.05
-    """AdamW's weight decay."""
-    augment: Literal["none", "flip", "pad", "crop", "rand"] = "rand"
-    """As in `train`: nothing; mirror; mirror and shift; random resized crop and mirror; the same with RandAugment."""
+    optim: OptimConfig = OptimConfig()
+    augment: AugmentConfig = AugmentConfig()
     distill: float = 0.0
     """Weight of distillation from a frozen static model, for every method alike, static too."""
     teacher: str | None = None
@@ -100,13 +92,14 @@ class CompareConfig:
 
     def shared(self, seed: int = 0) -> TrainConfig:
         """The recipe that all methods have in common."""
-        names = {f.name for f in dataclasses.fields(TrainConfig)}
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
-        return TrainConfig(**given | {"policy": "static", "epochs": max(1, self.epochs), "seed": seed})
+        known = kinds(TrainConfig)
+        given = {name: value for name, value in flat(self).items() if name in known}
+        given |= {"epochs": max(1, self.epochs), "loss.distill": self.distill, "seed": seed}
+        return with_settings(TrainConfig(self.data, policy="static"), given)
 
     def fixed(self) -> dict[str, Any]:
         """What must be the same in every call that fills one directory."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _FREE}
+        return {name: value for name, value in flat(self).items() if name not in _FREE}
 
     def fingerprint(self) -> str:
         """A short hash of what all methods have in common."""
@@ -114,10 +107,4 @@ class CompareConfig:
 
     def command(self) -> str:
         """The command line that says the same."""
-        words = ["adaptivit", "compare"]
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if value != f.default:
-                several = value if isinstance(value, tuple) else (value,)
-                words += ["--" + f.name.replace("_", "-"), *map(str, several)]
-        return shlex.join(words)
+        return command("compare", self)

@@ -13,8 +13,9 @@ from ...factory import create, load
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig
-from ...training.gate_init import init_gate
+from ...training.gate_init import calibrate
 from ...training.methods import parse_method, slug
+from ...utils.settings import changed
 from .config import CompareConfig
 from .results import STATIC, TRAINED_ON
 
@@ -42,9 +43,9 @@ def plan(config: CompareConfig) -> list[Entry]:
         shared = config.shared(seed)
         first = parse_method(STATIC, shared)
         if config.start == "static":  # there is no teacher yet
-            first = replace(first, distill=0.0)
+            first = changed(first, {"loss.distill": 0.0})
             model = str(out / "runs" / slug(STATIC, seed) / "model")
-            shared = replace(shared, weights=model, teacher=shared.teacher or (model if shared.distill else None))
+            shared = replace(shared, weights=model, teacher=shared.teacher or (model if shared.loss.distill else None))
         entries.append(Entry(STATIC, seed, first, config.epochs))
         again = [(TRAINED_ON, parse_method(STATIC, shared))] if config.start == "static" else []
         for method, training in again + [(m, parse_method(m, shared)) for m in methods]:
@@ -86,5 +87,5 @@ def model_of(config: CompareConfig, entry: Entry) -> AdaptiveViT:
     )
     if training.weights is None:
         model.class_names = list(some.classes)
-    init_gate(model, values, training, some, "cpu")  # as training does before its first step
+    calibrate(model, values, training, some, "cpu")  # as training does before its first step
     return model

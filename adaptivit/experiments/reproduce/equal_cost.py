@@ -15,7 +15,7 @@ from .run import Run
 AHT = "aht_merge"
 # The checkpoint that serves every budget: in training each image draws its own between these shares, and their mean is
 # held in the middle.
-AHT_SAMPLED = f"{AHT}:train_budget_range=0.45+0.95,budget_share=0.7"
+AHT_SAMPLED = f"{AHT}:train_budget_range=0.45+0.95,loss.cost_target=0.7"
 
 TITLES = {
     "aht": "AHT-ViT",
@@ -89,13 +89,13 @@ def saving(share: float) -> str:
 def at(policy: str, share: float) -> str | None:
     """A method at a share of static's MACs on DeiT-T; nothing where it cannot get there."""
     if policy == "aht":
-        return adding(AHT, f"budget_share={share}")
+        return adding(AHT, f"loss.cost_target={share}")
     if policy == "fold":
         return f"fold:budget={share}"
     if policy == "avit":  # its prior's depth and a budget hold the cost
-        return f"avit:budget=10,budget_share={share},prior_depth={12 * share:.3g}"
+        return f"avit:loss.cost=10,loss.cost_target={share},loss.prior_depth={12 * share:.3g}"
     if policy == "act":  # scores that begin by filling up at that depth: far below, they have no slope
-        return f"act:bias={-math.log(12 * share - 1):.3g},budget=10,budget_share={share}"
+        return f"act:bias={-math.log(12 * share - 1):.3g},loss.cost=10,loss.cost_target={share}"
     if policy == "pondernet":  # a prior whose median is at that depth, and a gate that begins there
         prior = 1 - 0.5 ** (1 / (12 * share))
         return f"pondernet:prior={prior:.3g},gate_scale=1,gate_center={math.log(1 / prior - 1):.3g}"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def _keep_out_of_git(work: Path) -> None:
 def launch(job: Job, at_a_time: int) -> subprocess.Popen[bytes]:
     """Start the process of a job; it ends when its standard input is closed, so also when this process dies."""
     spec = job.row.with_suffix(".job")
-    write_json(spec, asdict(job))
+    write_json(spec, job.to_json())
     root = str(Path(__file__).parents[3])  # a checkout that was not installed
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = str(max(1, (os.cpu_count() or 1) // at_a_time))

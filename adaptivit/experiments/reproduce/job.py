@@ -23,7 +23,7 @@ from ...budget import curve as budgets
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...model import AdaptiveViT
-from ...training.config import TrainConfig
+from ...training.config import TrainConfig, with_settings
 from ...training.methods import full_spec
 from ...utils.atomic_io import write_json
 from ...utils.hardware import device_of
@@ -87,7 +87,7 @@ def hold(model: AdaptiveViT, job: Job) -> dict[str, Any]:
 
 def read(path: str) -> Job:
     values = json.loads(Path(path).read_text())
-    return Job(**values | {"training": TrainConfig(**values["training"])})
+    return Job(**values | {"training": with_settings(TrainConfig(data=""), values["training"])})
 
 
 def finished(job: Job) -> Row | None:

@@ -63,7 +63,7 @@ def _untrained() -> Table:
 
 def _token_methods() -> Table:
     def tome(size: str, paper: str) -> Run:
-        change = {"policy": "tome:r=8", "distill": 1.0}
+        change = {"policy": "tome:r=8", "loss.distill": 1.0}
         return Run(f"ToMe, {size}", recipe=f"amod-{size}-50", change=change, paper=paper)
 
     runs = (
@@ -85,8 +85,8 @@ def _token_methods() -> Table:
 
 
 def _rates() -> Table:
-    runs = tuple(Run(f"mod-tiny-50, lr {lr:g}", recipe="mod-tiny-50", change={"lr": lr}) for lr in _LR)
-    runs += tuple(Run(f"amod-tiny-50, lr {lr:g}", recipe="amod-tiny-50", change={"lr": lr}) for lr in _LR)
+    runs = tuple(Run(f"mod-tiny-50, lr {lr:g}", recipe="mod-tiny-50", change={"optim.lr": lr}) for lr in _LR)
+    runs += tuple(Run(f"amod-tiny-50, lr {lr:g}", recipe="amod-tiny-50", change={"optim.lr": lr}) for lr in _LR)
     protocol = f"{_OWN} The learning rates are ours: the figures print none."
     title, source = "Learning rates of standard and attention routing", "A-MoD Fig. 8 and 9"
     return Table("amod-figure-8", title, protocol, runs, _IMAGENET, source=source, curves=("top1",))

@@ -11,10 +11,8 @@ import fnmatch
 import hashlib
 import json
 import re
-import shlex
-import typing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,24 +20,13 @@ import tyro
 
 from ...errors import UserError, unknown
 from ...training import recipes
-from ...training.config import TrainConfig
+from ...training.config import FREE, TrainConfig, with_settings, wrong_name
 from ...training.methods import parse_method
 from ...utils.coerce import at_least, convert
+from ...utils.settings import command, flat, kinds
 from . import TABLES
 from .run import Run, Table
 
-# Of a training, what its figures do not follow from.
-_FREE: tuple[str, ...] = (
-    "out",
-    "resume",
-    "recipe",
-    "workers",
-    "device",
-    "log_steps",
-    "checkpoint_steps",
-    "tensorboard",
-)
-_FREE += ("compile", "val_epochs")
 _OWN = ("data", "weights", "teacher", "out", "resume", "recipe", "policy", "seed", "device", "workers")
 
 
@@ -67,7 +54,7 @@ class ReproduceConfig:
     only: tuple[str, ...] = ()
     """Only these rows, by name or pattern (`AHT*`), and those that they start from."""
     set: tuple[str, ...] = ()
-    """key=value for every row, a setting of train, e.g. epochs=1 batch_size=64."""
+    """key=value for every row, a setting of train, e.g. epochs=1 optim.lr=3e-4."""
     jobs: int = 1
     """Rows at a time, each in a process of its own; several small models fill a large GPU."""
     minutes: float | None = None
@@ -112,26 +99,20 @@ class ReproduceConfig:
 
     def changes(self) -> dict[str, Any]:
         """--set, with its values converted."""
-        hints = typing.get_type_hints(TrainConfig)
-        valid, found = [name for name in hints if name not in _OWN], {}
+        hints, found = kinds(TrainConfig), {}
+        valid = [name for name in hints if name not in _OWN]
         for item in self.set:
             key, sign, value = (part.strip() for part in item.partition("="))
             if not sign:
                 raise UserError(f"set: expected key=value, e.g. epochs=1, got {item!r}.")
             if key not in valid:
-                raise unknown("setting", key, valid)
+                raise wrong_name("setting", key, valid)
             found[key] = convert(key, value, hints[key])
         return found
 
     def command(self) -> str:
         """The command line that makes the whole table."""
-        words = ["adaptivit", "reproduce", self.what.name]
-        for f in dataclasses.fields(self)[1:]:
-            value = getattr(self, f.name)
-            if f.name not in ("only", "dry_run", "minutes") and value != f.default:
-                several = value if isinstance(value, tuple) else (value,)
-                words += ["--" + f.name.replace("_", "-"), *map(str, several)]
-        return shlex.join(words)
+        return command(f"reproduce {self.what.name}", self, leave_out=("table", "only", "dry_run", "minutes"))
 
 
 @dataclass(frozen=True)
@@ -150,6 +131,10 @@ class Job:
     key: str
     work: str
     needs: str = ""  # key of the job that it starts from
+
+    def to_json(self) -> dict[str, Any]:
+        """For job.read in another process."""
+        return vars(self) | {"training": flat(self.training)}
 
     @property
     def row(self) -> Path:
@@ -207,12 +192,13 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
         data = "DATA"
     given: dict[str, Any] = {"data": data, "seed": seed, "device": config.device, "workers": config.workers}
     if run.recipe:
-        training = replace(recipes.get(run.recipe), recipe=run.recipe, **given, **run.change)
+        training = with_settings(recipes.get(run.recipe), {"recipe": run.recipe, **given, **run.change})
     else:
-        training = parse_method(run.method, TrainConfig(**{**table.shared, **run.change, **given, "policy": "static"}))
-    training = replace(training, **config.changes())
+        shared = with_settings(TrainConfig(data, policy="static"), {**table.shared, **run.change, **given})
+        training = parse_method(run.method, shared)
+    training = with_settings(training, config.changes())
     weights = start.model if start else _weights(config, table, run, training.backbone)
-    facts = {k: v for k, v in asdict(training).items() if k not in _FREE}
+    facts = {k: v for k, v in flat(training).items() if k not in FREE}
     facts |= {"weights": start.key if start else weights}
     if not run.train:
         facts |= {"epochs": 0}

@@ -50,11 +50,11 @@ def _facts(table: Table, job: Job) -> str:
     training = job.training
     words = [f"recipe {run.recipe}" if run.recipe else run.method, training.backbone]
     words.append(
-        f"{training.epochs} epochs, lr {training.lr:g}, batch {training.batch_size}" if job.trains else "as it is"
+        f"{training.epochs} epochs, lr {training.optim.lr:g}, batch {training.batch_size}" if job.trains else "as it is"
     )
     words.append(f"from {run.start}" if run.start else f"from {training.weights or 'random weights'}")
-    if training.distill and job.trains:
-        words.append(f"distilled {training.distill:g}")
+    if training.loss.distill and job.trains:
+        words.append(f"distilled {training.loss.distill:g}")
     if job.share is not None:
         words.append(f"set for {100 * job.share:g} % of static's MACs")
     if job.paper:

@@ -20,36 +20,36 @@ CIFAR100: Mapping[str, Any] = {
     "backbone": "deit_tiny_patch16_224",
     "epochs": 10,
     "batch_size": 256,
-    "lr": 1e-4,
-    "weight_decay": 0.05,
-    "warmup_epochs": 1.0,
-    "augment": "rand",
-    "distill": 1.0,
+    "optim.lr": 1e-4,
+    "optim.weight_decay": 0.05,
+    "optim.warmup_epochs": 1.0,
+    "augment.kind": "rand",
+    "loss.distill": 1.0,
     "val_split": 0.1,
-    "val_epochs": 5,  # it runs in float32 and would take a third of the time
+    "run.val_epochs": 5,  # it runs in float32 and would take a third of the time
 }
 IMAGENET_ADAPT: Mapping[str, Any] = {
     "backbone": "deit_tiny_patch16_224",
     "epochs": 4,
     "batch_size": 64,
-    "lr": 3e-5,
-    "warmup_epochs": 0.5,
-    "augment": "rand",
-    "distill": 1.0,
+    "optim.lr": 3e-5,
+    "optim.warmup_epochs": 0.5,
+    "augment.kind": "rand",
+    "loss.distill": 1.0,
     "val_split": 0.05,
 }
 DIGITS: Mapping[str, Any] = {
     "backbone": "digits_vit",
     "epochs": 3,
     "batch_size": 32,
-    "lr": 1e-3,
-    "warmup_epochs": 0.5,
-    "augment": "none",
-    "distill": 1.0,
+    "optim.lr": 1e-3,
+    "optim.warmup_epochs": 0.5,
+    "augment.kind": "none",
+    "loss.distill": 1.0,
 }
 ABLATION_EPOCHS, ABLATED = 5, 0.52
 # The first fine-tuning on CIFAR-100, from ImageNet's weights; what goes on from it takes smaller steps.
-FIRST: Mapping[str, Any] = {"lr": 3e-4, "epochs": 20}
+FIRST: Mapping[str, Any] = {"optim.lr": 3e-4, "epochs": 20}
 # The paper's gate in aht_merge, and one that is not sharp: rows of the ingredients' table.
 SLOPE = "surrogate=score,surrogate_width=0.25,center_per_image=0"
 PAPERS_GATE = (
@@ -57,7 +57,7 @@ PAPERS_GATE = (
 )
 LEARNS_SLOWLY = f"gamma=4,{SLOPE}"
 # The same with more of everything: what static gains by it is in `cifar100-static`.
-MIXED: Mapping[str, Any] = {"mixup": 0.8, "cutmix": 1.0}
+MIXED: Mapping[str, Any] = {"augment.mixup": 0.8, "augment.cutmix": 1.0}
 LONGER: Mapping[str, Any] = {**FIRST, **MIXED, "epochs": 40}
 SHARES = (0.83, 0.67, 0.52)  # AHT-ViT's three configurations: -17 %, -33 %, -48 %
 
@@ -66,10 +66,12 @@ STATIC, TRAINED_ON = "static", "static, trained on"
 
 def _first(**change: Any) -> tuple[Run, Run]:
     """What every other run starts from, and the same model trained for as long as they are."""
-    return Run(STATIC, "static", change={"distill": 0.0} | change), Run(TRAINED_ON, "static", start=STATIC)
+    return Run(STATIC, "static", change={"loss.distill": 0.0} | change), Run(TRAINED_ON, "static", start=STATIC)
 
 
-def _protocol(epochs: int, first: str = f"on CIFAR-100 for {FIRST['epochs']} epochs at lr {FIRST['lr']:g}") -> str:
+def _protocol(
+    epochs: int, first: str = f"on CIFAR-100 for {FIRST['epochs']} epochs at lr {FIRST['optim.lr']:g}"
+) -> str:
     """How the rows of a table were trained; `epochs` is how long they go on."""
     return (
         f"static is fine-tuned from --weights without distillation, {first}. Every method, static too (the row "
@@ -169,19 +171,26 @@ def _static() -> Table:
     """What static itself gains by a richer recipe. For choosing, on held-out images."""
     variants: dict[str, Mapping[str, Any]] = {
         "mixup and CutMix": MIXED,
-        "mixup and CutMix, lr 5e-4": {**MIXED, "lr": 5e-4},
-        "CutMix": {"cutmix": 1.0},
-        "drop path, smooth labels, averaged weights": {"drop_path": 0.1, "label_smoothing": 0.1, "ema": 0.999},
+        "mixup and CutMix, lr 5e-4": {**MIXED, "optim.lr": 5e-4},
+        "CutMix": {"augment.cutmix": 1.0},
+        "drop path, smooth labels, averaged weights": {
+            "optim.drop_path": 0.1,
+            "augment.label_smoothing": 0.1,
+            "optim.ema": 0.999,
+        },
         "mixup and CutMix, 40 epochs": LONGER,
     }
     return Table(
         "cifar100-static",
         "CIFAR-100, DeiT-T: recipes for the static model",
-        f"Fine-tuned from --weights for {FIRST['epochs']} epochs at lr {FIRST['lr']:g} with random crops and "
+        f"Fine-tuned from --weights for {FIRST['epochs']} epochs at lr {FIRST['optim.lr']:g} with random crops and "
         "RandAugment, but for what a row names. Choose with --split val: images held out of the training images.",
         (
-            Run(STATIC, "static", change={"distill": 0.0, **FIRST}),
-            *(Run(f"static, {name}", "static", change={"distill": 0.0, **FIRST, **v}) for name, v in variants.items()),
+            Run(STATIC, "static", change={"loss.distill": 0.0, **FIRST}),
+            *(
+                Run(f"static, {name}", "static", change={"loss.distill": 0.0, **FIRST, **v})
+                for name, v in variants.items()
+            ),
         ),
         _CIFAR,
         shared=CIFAR100,
@@ -194,7 +203,7 @@ def _static() -> Table:
 def _longer() -> Table:
     """Whether what the other tables say holds when static is as good as we can make it."""
     shares, change = (0.67, 0.52), {"epochs": ABLATION_EPOCHS}
-    first = f"on CIFAR-100 for {LONGER['epochs']} epochs at lr {LONGER['lr']:g} with mixup and CutMix"
+    first = f"on CIFAR-100 for {LONGER['epochs']} epochs at lr {LONGER['optim.lr']:g} with mixup and CutMix"
     return _short(
         "cifar100-longer",
         "CIFAR-100, DeiT-T: AHT-ViT and the best peer from a static model that was trained longer",
@@ -211,7 +220,7 @@ def _longer() -> Table:
 def _one_checkpoint() -> Table:
     shares, one = (0.83, 0.75, 0.67, 0.60, 0.52), "AHT-ViT, one checkpoint"
     along = [
-        Run(f"one checkpoint {saving(s)}", AHT_SAMPLED, start=one, train=False, share=s, change={"distill": 0.0})
+        Run(f"one checkpoint {saving(s)}", AHT_SAMPLED, start=one, train=False, share=s, change={"loss.distill": 0.0})
         for s in shares
     ]
     return _cifar(
@@ -238,14 +247,14 @@ def _ingredients() -> Table:
         "starts at the budget": adding(AHT, LEARNS_SLOWLY),
         "sharp gates": adding(AHT, "center_per_image=0"),
         "against its image": AHT,
-        "gates that do not learn": adding(AHT, "straight_through=false,budget=0,target_depth=0"),
+        "gates that do not learn": adding(AHT, "straight_through=false,loss.cost=0,loss.target_depth=0"),
         "sampled budgets": AHT_SAMPLED,
         "three supervisors": adding(AHT, "halting_blocks=3+6+9"),
     }
     share, runs = ABLATED, []
     more: dict[str, Any] = {"start": STATIC, "change": {"epochs": ABLATION_EPOCHS}}
     for name, method in steps.items():
-        aimed = method if "budget_share" in method else adding(method, f"budget_share={share}")
+        aimed = method if "loss.cost_target" in method else adding(method, f"loss.cost_target={share}")
         runs.append(Run(f"AHT-ViT, {name}", aimed, share=share, **more))
     for policy in ("fold", "tome", "evit"):
         runs += run_at(policy, share, **more)
@@ -296,7 +305,7 @@ def _imagenet_adapt() -> Table:
 
 def _digits() -> Table:
     methods = {
-        "AHT-ViT": adding(AHT, "halting_blocks=3+4,budget_share=0.5"),
+        "AHT-ViT": adding(AHT, "halting_blocks=3+4,loss.cost_target=0.5"),
         "A-ViT": "avit",
         "EViT": "evit:keep=0.6",
         "fold": "fold:budget=0.5",
@@ -317,7 +326,7 @@ def _digits() -> Table:
 def _ablation(name: str, what: str, variants: Mapping[str, str], calibrated: bool = True, **more: Any) -> Table:
     """Variants of AHT-ViT at -48 %, where there is something to lose (at -33 % it is level with static): name ->
     settings."""
-    base, share = adding(AHT, f"budget_share={ABLATED}"), ABLATED if calibrated else None
+    base, share = adding(AHT, f"loss.cost_target={ABLATED}"), ABLATED if calibrated else None
     change = {"epochs": ABLATION_EPOCHS}
     runs = [Run(k, adding(base, v), start=STATIC, change=change, share=share) for k, v in variants.items()]
     title = f"AHT-ViT at {saving(ABLATED)} on CIFAR-100, DeiT-T: {what}"
@@ -327,7 +336,8 @@ def _ablation(name: str, what: str, variants: Mapping[str, str], calibrated: boo
 
 def _values(key: str, values: Iterable[Any], title: str = "", usual: Any = None) -> dict[str, str]:
     """Name -> setting; nothing for the one that AHT-ViT has anyway, so that all tables share that run."""
-    return {f"{title or key} {value}": "" if value == usual else f"{key}={value}" for value in values}
+    name = title or key.rpartition(".")[2]
+    return {f"{name} {value}": "" if value == usual else f"{key}={value}" for value in values}
 
 
 OURS: tuple[Table, ...] = (
@@ -345,9 +355,11 @@ OURS: tuple[Table, ...] = (
         "the threshold T",
         _values("threshold", (0.8, 1.0, 1.2), "T", usual=1.0),
         calibrated=False,  # a calibrated shift would undo T
-        protocol=_ABLATED.partition(" Cost is held")[0] + " The budget loss holds the cost; nothing is calibrated.",
+        protocol=_ABLATED.partition(" Cost is held")[0] + " The cost loss holds the cost; nothing is calibrated.",
     ),
-    _ablation("sigma", "the width of the planned depth's distribution", _values("sigma", (0.5, 1.0, 2.0), usual=1.0)),
+    _ablation(
+        "sigma", "the width of the planned depth's distribution", _values("loss.sigma", (0.5, 1.0, 2.0), usual=1.0)
+    ),
     _ablation(
         "stages",
         "where the planners sit",
@@ -367,18 +379,18 @@ OURS: tuple[Table, ...] = (
         protocol=_ABLATED + " But fc1 and residual are known only after the block, so that tokens leave later.",
     ),
     _ablation(
-        "mass", "how P_actual is made of the scores", _values("mass", ("act", "hazard", "crossing"), usual="act")
+        "mass", "how P_actual is made of the scores", _values("loss.mass", ("act", "hazard", "crossing"), usual="act")
     ),
     _ablation(
         "kl",
         "the direction of the KL, and whom it teaches",
-        _values("kl", ("actual_target", "target_actual"), usual="actual_target")
-        | _values("detach", ("target", "actual")),
+        _values("loss.kl", ("actual_target", "target_actual"), usual="actual_target")
+        | _values("loss.detach", ("target", "actual")),
     ),
     _ablation(
         "target-depth",
         "with and without the target-depth loss",
-        _values("target_depth", (0.0, 0.1, 1.0), "lambda_t", usual=0.1),
+        _values("loss.target_depth", (0.0, 0.1, 1.0), "lambda_t", usual=0.1),
         source="AHT-ViT Table 5 on DeiT-T",
         seeds=(0, 1, 2),
     ),

@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ...errors import UserError
+from ...training import config
 from ...training.config import TrainConfig
 
 # Of one run on one machine, not of a recipe: neither searched over nor written into a recipe, and free to differ when
 # a sweep goes on. `data` and `val_split` stay what they were.
-FREE = frozenset(
-    {"out", "resume", "recipe", "workers", "device", "log_steps", "checkpoint_steps", "tensorboard", "allow_corrupt"}
-)
+FREE = config.FREE | {"allow_corrupt"}
 NOT_IN_RECIPE = FREE | {"data"}
 NOT_IN_SPACE = NOT_IN_RECIPE | {"val_split"}
 
@@ -44,13 +43,13 @@ class SweepConfig:
     """Search over the settings of training and of a policy, on the validation images.
 
     Example: adaptivit sweep --data photos/ --weights runs/static/model --recipe aht-balanced --epochs 10
-    --space 'ponder=1e-3|1e-2|5e-2' 'target_depth=0.2|0.5|1.0' --objective budget --max-share 0.67
+    --space 'loss.ponder=1e-3|1e-2|5e-2' 'loss.target_depth=0.2|0.5|1.0' --objective budget --max-share 0.67
     """
 
     train: Annotated[TrialConfig, tyro.conf.arg(name="")]
     space: tuple[str, ...]
     """What varies: KEY=v1|v2|v3, KEY=low..high, KEY=low..high:log or KEY=1..5:int, quoted for the shell. KEY is a flag
-    of training with underscores (lr, target_depth), or policy.NAME for a setting of the policy (policy.threshold)."""
+    of training with underscores (optim.lr, loss.target_depth), or policy.NAME for a setting of the policy."""
     method: Literal["grid", "random", "tpe"] = "grid"
     """Every combination; random ones; or Optuna's TPE, which learns from the trials before."""
     trials: int | None = None

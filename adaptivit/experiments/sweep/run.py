@@ -28,9 +28,10 @@ from ...factory import create
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig
-from ...training.gate_init import init_gate
+from ...training.gate_init import calibrate
 from ...utils.atomic_io import write_json
 from ...utils.environment import versions
+from ...utils.settings import flat
 from . import report
 from .config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .space import Params, apply, parse
@@ -110,9 +111,9 @@ def trial_config(config: SweepConfig, number: int, params: Params) -> TrialConfi
 
 
 def recipe(config: TrainConfig) -> dict[str, Any]:
-    """The fields of a configuration that `train` takes from a recipe file. 0 epochs are left to its default."""
-    fields = {k: v for k, v in vars(config).items() if k not in NOT_IN_RECIPE}
-    return {k: v for k, v in fields.items() if not (k == "epochs" and v == 0)}
+    """The settings of a configuration that `train` takes from a recipe file. 0 epochs are left to its default."""
+    settings = {k: v for k, v in flat(config).items() if k not in NOT_IN_RECIPE}
+    return {k: v for k, v in settings.items() if not (k == "epochs" and v == 0)}
 
 
 def run_trial(config: TrialConfig, show: bool = True) -> Result:
@@ -143,8 +144,8 @@ def _untrained(config: TrialConfig) -> Result:
     device = device_of(config.device)
     model = _model(config, len(val.classes)).to(device)
     val = val.for_model(model)
-    if config.calibrate:
-        init_gate(model, spec.parse(config.policy)[1], config, val, device)
+    if config.gate_init:
+        calibrate(model, spec.parse(config.policy)[1], config, val, device)
     images = evaluation_images(val, model.preprocessing, device)
     order = dataset.in_order(len(images), config.batch_size)
     return evaluate(model, dataset.batches(images, order, config.workers), device=device)

@@ -8,20 +8,20 @@ import random
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UserError, unknown
 from ...policies import get, names, spec
-from ...training.config import TrainConfig
-from ...utils.coerce import convert
+from ...training.config import TrainConfig, with_settings, wrong_name
+from ...utils.settings import kinds
 from .config import NOT_IN_SPACE, TrialConfig
 
 Value = str | int | float
 Params = dict[str, Value]
 
-_HINTS = typing.get_type_hints(TrainConfig)
-_KEYS = [f.name for f in fields(TrainConfig) if f.name not in NOT_IN_SPACE]
+_HINTS = kinds(TrainConfig)
+_KEYS = [name for name in _HINTS if name not in NOT_IN_SPACE]
 _RANGE = re.compile(r"[-+.\de]*\d\.\.[-+.\de]*\d(:|$)")  # of numbers, where a setting may be anything
 _COMBINATIONS = 1000  # looked through for one in which a value is allowed
 
@@ -65,7 +65,7 @@ class Axis:
 def parse(space: Sequence[str], base: TrialConfig) -> tuple[Axis, ...]:
     """The axes of a space, checked: keys, values and their limits."""
     if not space:
-        raise UserError("space: expected at least one KEY=VALUES, e.g. --space 'lr=1e-4|3e-4', got none.")
+        raise UserError("space: expected at least one KEY=VALUES, e.g. --space 'optim.lr=1e-4|3e-4', got none.")
     spec.parse(base.policy)
     keys = [text.partition("=")[0].strip() for text in space]
     for key in keys:
@@ -110,7 +110,7 @@ def _kind(key: str, policies: Sequence[str]) -> Any:
     elif key in _HINTS:
         raise UserError(f"space: {key} belongs to the run, not to a recipe, and cannot be searched over.")
     else:
-        raise unknown("key in --space:", key, [*_KEYS, "policy.NAME"])
+        raise wrong_name("key in --space:", key, [*_KEYS, "policy.NAME"])
     return next((k for k in (int, float) if kind is k or k in typing.get_args(kind)), kind)
 
 
@@ -163,9 +163,11 @@ def apply(base: TrialConfig, params: Mapping[str, Value]) -> TrialConfig:
         if key.startswith("policy."):
             of_policy[key.removeprefix("policy.")] = value
         else:
-            changes[key] = convert(key, value, _HINTS[key])
+            changes[key] = value
     changes["policy"] = _spec(changes.get("policy", base.policy), of_policy)
-    return replace(base, **changes)
+    made = with_settings(base, changes)
+    assert isinstance(made, TrialConfig)
+    return made
 
 
 def _spec(policy: str, changes: Mapping[str, Value]) -> str:

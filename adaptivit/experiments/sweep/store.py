@@ -22,6 +22,7 @@ from typing import Any
 from ...errors import UserError
 from ...utils.atomic_io import write_json
 from ...utils.environment import versions
+from ...utils.settings import flat
 from .config import FREE, TRIALS, SweepConfig
 from .space import Axis, Params, points, total
 
@@ -137,7 +138,7 @@ class Store:
 
     def _same_search(self) -> None:
         """Refuse another search in the same place, saying what differs."""
-        train = {k: v for k, v in vars(self.config.train).items() if k not in FREE}
+        train = {k: v for k, v in flat(self.config.train).items() if k not in FREE}
         mine = {"space": list(self.config.space), "method": self.config.method, "objective": self.config.objective}
         if self.config.objective == "budget":
             mine["max_share"] = self.config.max_share  # type: ignore[assignment]

@@ -44,7 +44,7 @@ class DistributionPrior(Summed):
         if "raw_scores" not in facts:
             raise UserError(
                 "The prior in its reference form needs the scores of halted rows: "
-                "use policy 'avit' with gate=neuron, or --prior-form paper."
+                "use policy 'avit' with gate=neuron, or --loss.prior-form paper."
             )
         raw = facts["raw_scores"]
         return torch.cat([raw.sum((1, 2)), raw.new_full((1,), raw[0].numel())])

@@ -26,7 +26,7 @@ class Features(Summed):
         here, there = output.patches.shape[-1], batch.teacher_patches.shape[-1]
         if here != there:
             raise UserError(
-                f"features: the teacher is {there} wide, the model {here}; distil logits (--distill) instead."
+                f"features: the teacher is {there} wide, the model {here}; distil logits (--loss.distill) instead."
             )
         trace = output.trace
         kept = trace.facts.get("kept_last", trace.updated[-1])[:, trace.num_prefix_tokens :]  # [B, P]

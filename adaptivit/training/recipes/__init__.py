@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import tomllib
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ...errors import UserError, unknown
 from ...policies.spec import parse
-from ...utils.coerce import convert
-from ..config import TrainConfig
+from ...utils.settings import defaults, flat
+from ..config import TrainConfig, with_settings
 
 FILES = ("aht", "avit", "dynamicvit", "evit", "amod", "exits")
-_ALWAYS = ("backbone", "policy", "epochs", "batch_size", "lr", "weight_decay", "augment")  # listed even by default
+# listed even where they are as by default
+_ALWAYS = ("backbone", "policy", "epochs", "batch_size", "optim.lr", "optim.weight_decay", "augment.kind")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Recipe:
     paper: str = ""
 
     def config(self) -> TrainConfig:
-        return TrainConfig(**{"data": "", **self.settings})
+        return with_settings(TrainConfig(data=""), self.settings)
 
     def text(self) -> str:
         """Title, command and what is known."""
@@ -50,11 +50,20 @@ def _load() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for file in FILES:
         tables = tomllib.loads(files(__package__).joinpath(f"{file}.toml").read_text())
-        defaults = tables.pop("defaults", {})
+        shared = _dotted(tables.pop("defaults", {}))
         for name, table in tables.items():
             own = {k: table.pop(k) for k in ("title", "train", "about", "paper") if k in table}
             like = table.pop("like", None)
-            found[name] = Recipe(name, settings={**(found[like].settings if like else defaults), **table}, **own)
+            settings = {**(found[like].settings if like else shared), **_dotted(table)}
+            found[name] = Recipe(name, settings=settings, **own)
+    return found
+
+
+def _dotted(table: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML reads `optim.lr = 1` as a table in a table."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
     return found
 
 
@@ -69,12 +78,10 @@ def listing() -> str:
 def describe(name: str) -> str:
     """What is known of a recipe and the settings in which it differs from training's defaults."""
     recipe = _named(name)
-    here, plain = recipe.config(), TrainConfig(data="")
-    lines = [f"{name}: {recipe.text()}", ""]
-    for field in fields(here):
-        value = getattr(here, field.name)
-        if field.name in _ALWAYS or value != getattr(plain, field.name):
-            lines.append(f"  --{field.name.replace('_', '-')} {value}")
+    lines, plain = [f"{name}: {recipe.text()}", ""], defaults(TrainConfig)
+    for key, value in flat(recipe.config()).items():
+        if key in _ALWAYS or value != plain.get(key, ""):
+            lines.append(f"  --{key.replace('_', '-')} {value}")
     return "\n".join(lines)
 
 
@@ -90,7 +97,7 @@ def _named(name: str) -> Recipe:
 
 
 def _read(path: Path) -> TrainConfig:
-    """{"recipe": {field: value}}; fields that are not there keep the defaults of training."""
+    """{"recipe": {setting: value}}; settings that are not there keep the defaults of training."""
     try:
         given = json.loads(path.read_text())
     except OSError as error:
@@ -99,13 +106,9 @@ def _read(path: Path) -> TrainConfig:
         raise UserError(f"The recipe {path} is not JSON ({error}).") from None
     settings = given.get("recipe") if isinstance(given, dict) else None
     if not isinstance(settings, dict):
-        raise UserError(f'The recipe {path}: expected {{"recipe": {{"lr": 0.0001, ...}}}}, got something else.')
-    hints = typing.get_type_hints(TrainConfig)
+        raise UserError(f'The recipe {path}: expected {{"recipe": {{"optim.lr": 0.0001, ...}}}}, got something else.')
     try:
-        for name in settings:
-            if name not in hints:
-                raise unknown("field", name, hints)
-        config = TrainConfig(**({"data": ""} | {k: convert(k, v, hints[k]) for k, v in settings.items()}))
+        config = with_settings(TrainConfig(data=""), settings)
         parse(config.policy)
     except UserError as error:
         raise UserError(f"The recipe {path}: {error}") from None
