@@ -1,4 +1,4 @@
-"""create, load and save: what goes in comes out; what cannot work is said in one line; nothing is half-written."""
+"""create, load and save: exact round trips; errors of one line; no half-written files."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monk
 
 # -- mistakes -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("policy", "given", "said"),
+    ("policy", "given", "message"),
     [
         ("ath", {}, "Did you mean 'aht'"),
         ("aht", {"treshold": 1.0}, "Did you mean 'threshold'"),
@@ -249,8 +249,8 @@ def test_nothing_half_written(existing: bool, failing: int, tmp_path: Path, monk
         ("replay", {"trace": "nowhere.safetensors"}, "not found"),
     ],
 )
-def test_wrong_settings_are_explained(policy: str, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_wrong_settings_are_explained(policy: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         adaptivit.create(TINY, policy, **given)
 
 

@@ -146,7 +146,7 @@ def test_other_models_are_named(given: dict[str, int]) -> None:
 
 def test_wrong_images_are_explained() -> None:
     model = tiny()
-    for images, said in [
+    for images, message in [
         (pictures(2, 40), "32 x 32 px, got 40 x 40"),
         (pictures()[:, :2], "3 channels, got 2"),
         (pictures()[0], "float tensor"),
@@ -154,7 +154,7 @@ def test_wrong_images_are_explained() -> None:
         (pictures()[:0], "empty batch"),
         ([1, 2], "list"),
     ]:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             model(images)
     with pytest.raises(UserError, match="Did you mean 'masked'"):
         model(pictures(), layout="maskd")

@@ -44,7 +44,7 @@ def test_what_is_understood(text: Any, macs: float | None, share: float | None, 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("-150%", r"between -0% and -100%, got '-150%'"),
         ("-100%", "between"),
@@ -65,8 +65,8 @@ def test_what_is_understood(text: Any, macs: float | None, share: float | None, 
         ({"macs": 3}, "expected"),
     ],
 )
-def test_what_is_not(text: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_is_not(text: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         parse(text)
 
 

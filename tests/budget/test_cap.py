@@ -178,15 +178,15 @@ def test_policies_that_fix_counts_are_held_by_their_dial(case: str) -> None:
 def test_errors() -> None:
     model = tiny("aht")
     least = minimum(model.policy, CostModel(model.shape, 17))
-    for bad, said in {
+    for bad, message in {
         "-99%": "below the least that can be held",
         "3 ms": "expected MACs or a saving",
         "lots": "max_macs: expected",
         0.99 * least: "below the least",
     }.items():
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             model.max_macs = bad
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             model(pictures(), max_macs=bad)
     assert model.max_macs is None
     model.max_macs = least

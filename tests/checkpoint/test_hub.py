@@ -174,8 +174,8 @@ def test_a_damaged_download_is_named(hub: Hub) -> None:
 
 
 def test_what_cannot_be_had_is_one_line(hub: Hub, tmp_path: Path) -> None:
-    for name, said in (("me/nothing", "RepositoryNotFound"), ("runs/train/model", "HFValidationError")):
-        with pytest.raises(WeightsError, match=f"{name} is no directory.*{said}") as caught:
+    for name, message in (("me/nothing", "RepositoryNotFound"), ("runs/train/model", "HFValidationError")):
+        with pytest.raises(WeightsError, match=f"{name} is no directory.*{message}") as caught:
             adaptivit.from_pretrained(name)
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"me/tiny could not be sent .*token") as refused:

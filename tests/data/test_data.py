@@ -1,4 +1,4 @@
-"""Data: folders and .npz files; what is wrong with them is said in one line and nothing is written."""
+"""Data: folders and .npz files; a fault in them is one line, and nothing is written."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ FOLDERS = ("missing", "empty", "flat", "class without images", "not an image", "
 @pytest.mark.parametrize("kind", [*FOLDERS, "splits differ", "only a test split", "small"])
 def test_a_bad_folder_is_refused_before_anything_is_written(tmp_path: Path, capsys: Any, kind: str) -> None:
     where, named = broken(kind, tmp_path / "in")
-    said = refused(capsys, "train", "--data", where, "--out", tmp_path / "out", *SMALL)
-    assert named in said
+    message = refused(capsys, "train", "--data", where, "--out", tmp_path / "out", *SMALL)
+    assert named in message
     assert not (tmp_path / "out").exists()
 
 
@@ -176,9 +176,9 @@ ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_npz_is_refused_before_anything_is_written(tmp_path: Path, capsys: Any, kind: str) -> None:
     changes, named = ARRAYS[kind]
     path = npz(tmp_path / "x.npz", **changes)
-    said = refused(capsys, "train", "--data", path, "--out", tmp_path / "out", *SMALL)
-    assert str(path) in said
-    assert named in said
+    message = refused(capsys, "train", "--data", path, "--out", tmp_path / "out", *SMALL)
+    assert str(path) in message
+    assert named in message
     assert not (tmp_path / "out").exists()
 
 

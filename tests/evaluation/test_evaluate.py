@@ -124,9 +124,9 @@ def test_the_command_writes_json_and_csv_with_timms_columns(tmp_path: Path, caps
     expected = measured(model, images)
     start = ("evaluate", "--data", tmp_path / "in", "--checkpoint", tmp_path / "model", "--device", "cpu")
     assert run(*start, "--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv") == 0
-    said = capsys.readouterr().out
-    assert f"{expected.metrics['top1']:.2f} % / {expected.metrics['top5']:.2f} %" in said
-    assert "mean N - N_target" in said
+    printed = capsys.readouterr().out
+    assert f"{expected.metrics['top1']:.2f} % / {expected.metrics['top5']:.2f} %" in printed
+    assert "mean N - N_target" in printed
     row = json.loads((tmp_path / "r.json").read_text())
     assert row["top1"] == round(expected.score, 4)
     assert row["top1_err"] == round(100 - expected.score, 4)

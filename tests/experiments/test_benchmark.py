@@ -51,8 +51,8 @@ def test_from_the_command_line_to_table_and_charts(tmp_path: Path, capsys: Any) 
     words = (*words, "--policies", "tome:r=2", "evit", "--profile", "50", "--layouts", "auto", "masked", "padded")
     words = (*words, "--batch-sizes", 1, 3, "--repeats", 3, "--warm-up", 1, "--plot", "--out", tmp_path, "--seed", 5)
     assert run(*words) == 0
-    said = capsys.readouterr().out
-    assert "replay 50 (padded)" in said
+    printed = capsys.readouterr().out
+    assert "replay 50 (padded)" in printed
     rows = read(tmp_path / "benchmark.csv")
     assert all(tuple(row) == COLUMNS for row in rows)
     assert len(rows) == 2 * (3 + 2 * 2 + 3)
@@ -293,7 +293,7 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"profile": ("haltin",)}, "Did you mean 'halting'"),
         ({"profile": ("replay:",)}, "no FILE"),
@@ -310,13 +310,13 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
         ({"repeats": 0}, "repeats"),
     ],
 )
-def test_mistakes_in_the_settings(tmp_path: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_mistakes_in_the_settings(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         config(tmp_path, **given)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"layouts": ("captured",)}, "needs a GPU"),
         ({"static_modes": ("eager+graph",)}, "needs a GPU"),
@@ -326,8 +326,8 @@ def test_mistakes_in_the_settings(tmp_path: Path, given: dict[str, Any], said: s
         ({"data": "nowhere"}, "not found"),
     ],
 )
-def test_mistakes_that_the_machine_and_the_files_show(tmp_path: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_mistakes_that_the_machine_and_the_files_show(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         benchmark.run(config(tmp_path / "out", **given))
     assert not (tmp_path / "out").exists()
 
@@ -353,8 +353,8 @@ def test_defaults_follow_the_device() -> None:
     assert some.modes_on("cuda") == ("default+graph", "max-autotune-no-cudagraphs+graph", "reduce-overhead")
     assert BenchmarkConfig(skip_compiled=True).modes_on("cuda") == ("eager+graph",)
     given = BenchmarkConfig(policies=("tome:r=13",), batch_sizes=(1, 2), skip_compiled=True, plot=True)
-    said = "adaptivit benchmark --policies tome:r=13 --batch-sizes 1 2 --skip-compiled --plot"
-    assert given.command() == said
+    command = "adaptivit benchmark --policies tome:r=13 --batch-sizes 1 2 --skip-compiled --plot"
+    assert given.command() == command
 
 
 def test_help_without_torch() -> None:
@@ -362,9 +362,9 @@ def test_help_without_torch() -> None:
         "import sys; from adaptivit.cli.main import main; main(['benchmark', '--help']); "
         "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for word in ("--policies", "--profile", "--static-modes", "gate_scale"):
-        assert word in said
+        assert word in printed
 
 
 def test_the_fastest_way_to_run_static_is_taken_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

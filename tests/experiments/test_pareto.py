@@ -143,10 +143,10 @@ def test_the_table_fits_and_numbers_stay_whole() -> None:
     rows = made_up(30) + [row | {"seed": "1"} for row in made_up(3)]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table.screen(rows))
-    said = console.export_text()
-    assert len(said.strip().splitlines()) == 4 + len(rows)  # title, blank, head, rule
-    assert "21,722" in said
-    assert "tome:r=12…13,inflection=0.5" in said
+    printed = console.export_text()
+    assert len(printed.strip().splitlines()) == 4 + len(rows)  # title, blank, head, rule
+    assert "21,722" in printed
+    assert "tome:r=12…13,inflection=0.5" in printed
     assert "12+13+12+13+12+13+12+13+12+13+12+13" in table.markdown(rows, CompareConfig("d", methods=("avit",)))
 
 

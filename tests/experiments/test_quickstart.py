@@ -27,9 +27,9 @@ def loaded() -> Digits:
 
 def test_the_quickstart_writes_what_it_promises(tmp_path: Path, capsys: Any) -> None:
     assert run("quickstart", "--fast", "--out", tmp_path / "q") == 0
-    said = capsys.readouterr().out
-    assert "less" in said
-    assert "report.html" in said.replace("\n", "")  # a long path is broken over lines
+    printed = capsys.readouterr().out
+    assert "less" in printed
+    assert "report.html" in printed.replace("\n", "")  # a long path is broken over lines
     html = (tmp_path / "q" / "report.html").read_text()
     assert html.lower().startswith("<!doctype html>")
     assert "http://" not in html.replace("http://www.w3.org", "")

@@ -362,7 +362,7 @@ def test_asked_to_end_jobs_write_a_checkpoint_first(tmp_path: Path, small: Path)
     given = (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set", "backbone=test_vit")
     more = ("img_size=32", "batch_size=2", "epochs=4000", "run.log_steps=1")
     log = tmp_path / "said.txt"
-    parent = begin(run, *given, *more, said=log)
+    parent = begin(run, *given, *more, output=log)
     try:
         place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
         parent.terminate()

@@ -277,16 +277,16 @@ def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
         assert torch.equal(layout.head_rows(), other.head_rows()[:, :read])
 
 
-@pytest.mark.parametrize("said", ["drop", "skip", "merge"])
+@pytest.mark.parametrize("operation", ["drop", "skip", "merge"])
 @pytest.mark.parametrize("layout", EQUAL)
-def test_other_counts_are_refused_by_gathered(layout: type[Layout], said: str) -> None:
+def test_other_counts_are_refused_by_gathered(layout: type[Layout], operation: str) -> None:
     uneven = torch.zeros(B, N, dtype=torch.bool)
     uneven[0, :3], uneven[1:, 3] = True, True  # 4 and 6 of 7 stay
     into = torch.where(uneven, -1, torch.arange(N))
-    make = {"drop": Drop, "skip": Skip, "merge": lambda gone, **more: Merge(into, torch.ones(B, N), **more)}[said]
+    make = {"drop": Drop, "skip": Skip, "merge": lambda gone, **more: Merge(into, torch.ones(B, N), **more)}[operation]
     with pytest.raises(UserError, match=r"got 4 to 6.*'packed' or 'masked'"):
         layout(noise(B, N, D), 1).apply(make(uneven), "before")
-    if said != "merge":
+    if operation != "merge":
         even = torch.zeros_like(uneven)
         even[:, 2] = True
         with pytest.raises(UserError, match=r"\(5\), got 6 to 6"):  # a promise that is not kept

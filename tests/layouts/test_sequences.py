@@ -68,9 +68,9 @@ def test_equal_counts_run_the_same_on_gathered(kinds: list[str], seed: int, kind
 @torch.no_grad()
 def test_every_answer_alone(kind: str, when: int) -> None:
     """Each kind of answer at each question, between layers in which others have left and sit out."""
-    said = ["none", "none", "drop"] + ["none"] * 15
-    said[6 + when], said[9], said[10 + when] = kind, "skip" if when == 2 else "none", kind
-    check_sequence("class", random_trace(said, 3, equal=True), *EVERY)
+    answers = ["none", "none", "drop"] + ["none"] * 15
+    answers[6 + when], answers[9], answers[10 + when] = kind, "skip" if when == 2 else "none", kind
+    check_sequence("class", random_trace(answers, 3, equal=True), *EVERY)
 
 
 @pytest.mark.parametrize("kind", ["distilled", "registers", "average_with_class"])
@@ -78,8 +78,8 @@ def test_every_answer_alone(kind: str, when: int) -> None:
 def test_heads_that_read_more_than_one_slot(kind: str) -> None:
     slots = 16 + {"distilled": 2, "registers": 5}.get(kind, 1)
     for seed in range(3):
-        said = ["none", "drop", "merge", "gate", "share", "drop_zeroed", "skip", "none", "merge_nowhere"] * 2
-        trace = random_trace(said, seed, slots=slots, equal=True)
+        kinds = ["none", "drop", "merge", "gate", "share", "drop_zeroed", "skip", "none", "merge_nowhere"] * 2
+        trace = random_trace(kinds, seed, slots=slots, equal=True)
         check_sequence(kind, trace, *EVERY)
 
 

@@ -115,7 +115,7 @@ def test_every_policy_has_bad_settings_to_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "said"),
+    ("policy", "given", "message"),
     [
         ("static", {"depth": 2, "share": 0.5}, "depth and share"),
         ("dynamicvit", {"removal": "merge", "blocks": (0, 2)}, r"blocks: .*1\.\.5"),
@@ -125,8 +125,8 @@ def test_every_policy_has_bad_settings_to_name() -> None:
         ("mod", {"blocks": ()}, "blocks"),
     ],
 )
-def test_settings_that_do_not_go_together(policy: str, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_settings_that_do_not_go_together(policy: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         adaptivit.create(TINY, policy, **given)
 
 

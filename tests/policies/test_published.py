@@ -50,7 +50,7 @@ def test_gmacs(
     out = adaptivit.create(backbones[size], policy, **given)(pictures(1, 224))
     assert round(float(out.macs_blocks[0]) / 1e9, digits) == gmacs
     assert out.layout == "gathered"
-    assert float(out.macs[0]) > float(out.macs_blocks[0])  # what the method itself costs is said, too
+    assert float(out.macs[0]) > float(out.macs_blocks[0])  # the cost of the method itself counts, too
 
 
 @torch.no_grad()

@@ -162,28 +162,28 @@ def test_the_page_opens_at_the_models_budget() -> None:
 
 
 def test_the_page_says_what_the_model_knows() -> None:
-    for model, names, said in (
+    for model, names, expected in (
         (demo_model(), None, "10 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
         (tiny("evit"), None, "10 classes, which have no names here"),
         (tiny("evit", more={"num_classes": 1000}), [f"n{i}" for i in range(1000)], "1,000 classes: n0, n1, n2 …"),
     ):
         with contextlib.closing(Service(model, class_names=names)) as service:
-            assert page.about(service)["knows"] == said
+            assert page.about(service)["knows"] == expected
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------
 class Opened:
-    """The page in a window, with all that it said and asked for."""
+    """The page in a window, with its messages and requests."""
 
     def __init__(self, browser: Any, address: str, width: int = 1280, scheme: str = "light", motion: str = "reduce"):
         self.context = browser.new_context(
             viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion=motion
         )
         self.page = self.context.new_page()
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.asked: list[str] = []
-        self.page.on("console", lambda m: self.said.append(m.text))
-        self.page.on("pageerror", lambda e: self.said.append(str(e)))
+        self.page.on("console", lambda m: self.messages.append(m.text))
+        self.page.on("pageerror", lambda e: self.messages.append(str(e)))
         self.page.on("request", lambda r: self.asked.append(r.url))
         self.page.goto(address)
 
@@ -250,7 +250,7 @@ def test_the_page(width: int, scheme: str, browser: Any, live: Running) -> None:
     first = page.evaluate(colour)
     page.locator(".theme").click()
     assert page.evaluate(colour) != first
-    assert not shown.said
+    assert not shown.messages
     own = tuple(f"{live.address}{path}" for path in ("/", "/style.css", "/script.js", "/icon.svg", "/demo/"))
     assert all(u.startswith((*own, "data:", f"blob:{live.address}")) for u in shown.asked)
     shown.context.close()
@@ -266,7 +266,7 @@ def test_upload_and_error(browser: Any, live: Running, tmp_path: Path) -> None:
     page.wait_for_selector("#problem:visible")
     assert "cannot be read as an image" in shown.text("problem")
     assert page.locator("#problem").get_attribute("role") == "alert"
-    assert all("422" in line for line in shown.said)  # the browser itself notes the answer
+    assert all("422" in line for line in shown.messages)  # the browser itself notes the answer
     page.locator("#budget").fill("30")  # the picture before is still there to work with
     page.wait_for_selector("#problem", state="hidden")
     shown.until(READY)
@@ -310,7 +310,7 @@ def test_play_moves_and_stops_at_the_end(browser: Any, live: Running) -> None:
         }"""
     )
     assert shown.text("play") == "Play"
-    assert not shown.said
+    assert not shown.messages
     shown.context.close()
 
 
@@ -325,7 +325,7 @@ def test_without_calibration_and_with_a_token(browser: Any) -> None:
         assert shown.page.locator("#budget").is_disabled()
         assert "not calibrated" in shown.text("hint")
         assert "sit out" in shown.text("means")
-        assert all("401" in line for line in shown.said)
+        assert all("401" in line for line in shown.messages)
         shown.context.close()
 
 
@@ -348,5 +348,5 @@ def test_a_picture_chosen_while_another_is_asked_for(browser: Any) -> None:
         alone.until(f"document.getElementById('macs').textContent === '{shown.text('macs')}'")
         assert alone.pixels() == shown.pixels()
         for one in (shown, alone):
-            assert not one.said
+            assert not one.messages
             one.context.close()

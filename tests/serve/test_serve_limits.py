@@ -96,8 +96,8 @@ def test_an_upload_that_never_ends_is_cut_off(live: Running) -> None:
 
 @pytest.mark.parametrize("size", [(200, 200), (12_000, 12_000), (60_000, 60_000)])
 def test_pixels_are_counted_before_they_are_decoded(size: tuple[int, int], client: httpx.Client) -> None:
-    said = error(client.post("/v1/classify", files=files(photo(), png_of(*size))), 413)
-    assert said == "image 2: the image has too many pixels; at most 0.02 million are taken."
+    message = error(client.post("/v1/classify", files=files(photo(), png_of(*size))), 413)
+    assert message == "image 2: the image has too many pixels; at most 0.02 million are taken."
 
 
 def test_bad_requests_are_told_in_one_line(client: httpx.Client) -> None:
@@ -137,9 +137,9 @@ def test_bad_requests_are_told_in_one_line(client: httpx.Client) -> None:
         ({"json": {"images": [good], "top_k": 10**4000}}, 422, "top_k: expected a whole number"),
     ]
     for request, status, words in cases:
-        said = error(client.post("/v1/classify", **request), status)
-        assert words in said, (words, said)
-        assert len(said) < 300
+        message = error(client.post("/v1/classify", **request), status)
+        assert words in message, (words, message)
+        assert len(message) < 300
 
 
 def test_bad_v2_requests(client: httpx.Client) -> None:
@@ -259,9 +259,9 @@ def test_time_out(model: Any) -> None:
         with socket.create_connection(("127.0.0.1", one.found.port), timeout=60) as line:  # a body that does not come
             line.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
             line.sendall(b"Content-Length: 99\r\n\r\n{")
-            said = b"".join(iter(lambda: line.recv(65536), b""))
-        assert said.startswith(b"HTTP/1.1 408")
-        assert b"did not arrive within 1.5 s" in said
+            reply = b"".join(iter(lambda: line.recv(65536), b""))
+        assert reply.startswith(b"HTTP/1.1 408")
+        assert b"did not arrive within 1.5 s" in reply
         one.go.set()
         until(
             lambda: client.post("/v1/classify", files=files(photo())).status_code == 200
@@ -376,9 +376,9 @@ def test_a_fault_of_ours_says_nothing_of_itself(model: Any, caplog: pytest.LogCa
 
     service.batcher._pass = broken  # type: ignore[method-assign]
     with running(service) as found, found.client() as client:
-        said = error(client.post("/v1/classify", files=files(photo())), 500)
-        assert said.startswith("Something went wrong here")
-        number = said.removesuffix(".").split()[-1]
+        message = error(client.post("/v1/classify", files=files(photo())), 500)
+        assert message.startswith("Something went wrong here")
+        number = message.removesuffix(".").split()[-1]
         assert client.get("/healthz").status_code == 200
     assert any(number in r.message and r.exc_info for r in caplog.records)
 
@@ -458,12 +458,12 @@ def test_the_command_runs_until_told_to_stop(
 ) -> None:
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "token").write_text("abc\n")
-    said: list[int] = []
+    ports: list[int] = []
 
     def run(self: Any, sockets: list[socket.socket]) -> None:
-        said.append(sockets[0].getsockname()[1])
+        ports.append(sockets[0].getsockname()[1])
         assert not self.config.server_header
-        assert self.config.app.token == (b"abc" if len(said) == 1 else None)
+        assert self.config.app.token == (b"abc" if len(ports) == 1 else None)
         assert self.config.app.hosts == set()
         sockets[0].close()
 
@@ -471,7 +471,7 @@ def test_the_command_runs_until_told_to_stop(
     given = ("--host", "0.0.0.0", "--port", "0", "--token-file", str(tmp_path / "token"), "--budget", "-33%")
     main(["serve", str(tmp_path / "model"), *given])
     out = capsys.readouterr()
-    assert f"answers at http://0.0.0.0:{said[0]}/" in out.out
+    assert f"answers at http://0.0.0.0:{ports[0]}/" in out.out
     assert "others on the network" not in out.err
     main(["serve", str(tmp_path / "model"), "--host", "0.0.0.0", "--port", "0"])
     assert "others on the network can reach this service; set ADAPTIVIT_TOKEN" in capsys.readouterr().err

@@ -28,7 +28,7 @@ _imported_in = os.getpid()
 
 
 def begin(
-    work: Callable[..., int], *given: Any, said: Path | None = None, after: float = 0.0, **more: str
+    work: Callable[..., int], *given: Any, output: Path | None = None, after: float = 0.0, **more: str
 ) -> BaseProcess:
     """A process that does this work and ends with its code; what it says goes to a file. `more` is its environment.
 
@@ -41,7 +41,7 @@ def begin(
     finally:
         os.environ.pop("PYTHONPATH")
         os.environ |= {} if path is None else {"PYTHONPATH": path}
-    process = _clean.Process(target=_live, args=(work, given, said, after, more), daemon=True)
+    process = _clean.Process(target=_live, args=(work, given, output, after, more), daemon=True)
     process.start()
     return process
 
@@ -54,12 +54,12 @@ def ended(process: BaseProcess) -> int | None:
 
 
 def _live(
-    work: Callable[..., int], given: tuple[Any, ...], said: Path | None, after: float, more: dict[str, str]
+    work: Callable[..., int], given: tuple[Any, ...], output: Path | None, after: float, more: dict[str, str]
 ) -> None:
     code = 99
     try:
         signal.alarm(LIMIT)
-        file = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
@@ -109,16 +109,17 @@ def start_pair(
     late: float = 0.0,
     **environ: str,
 ) -> tuple[list[int | None], list[str]]:
-    """Two processes as torchrun would start them, with the imports already there. Their codes, and what they said. The
-    second may be late."""
+    """Two processes as torchrun would start them, with the imports already there. Their codes and output. The second
+    may be late."""
     environ["MASTER_PORT"] = str(port or free_port())
-    said = [out.with_suffix(f".{rank}.txt") for rank in range(2)]
+    files = [out.with_suffix(f".{rank}.txt") for rank in range(2)]
     pair = [
-        begin(ranked, rank, first, where, out, more, said=said[rank], after=rank * late, **environ) for rank in range(2)
+        begin(ranked, rank, first, where, out, more, output=files[rank], after=rank * late, **environ)
+        for rank in range(2)
     ]
-    return [ended(process) for process in pair], [file.read_text() for file in said]
+    return [ended(process) for process in pair], [file.read_text() for file in files]
 
 
 def pair(where: Path, out: Path, *more: Any, first: Callable[[], None] | None = None) -> None:
-    codes, said = start_pair(where, out, *more, first=first)
-    assert codes == [0, 0], "".join(said)[-3000:]
+    codes, printed = start_pair(where, out, *more, first=first)
+    assert codes == [0, 0], "".join(printed)[-3000:]

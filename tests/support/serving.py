@@ -77,9 +77,9 @@ def error(answer: httpx.Response, status: int) -> str:
     """The one line of a refusal, which says nothing of paths or code."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
-    said = answer.json()
-    assert list(said) == ["error"]
-    line: str = said["error"]
+    reply = answer.json()
+    assert list(reply) == ["error"]
+    line: str = reply["error"]
     assert "\n" not in line
     assert not any(word in line for word in ("Traceback", "/work", "site-packages", ".py", "adaptivit/"))
     return line

@@ -41,7 +41,7 @@ def choice(live: Tensor, share: float, g: torch.Generator) -> Tensor:
 def random_trace(
     kinds: list[str], seed: int, images: int = 3, slots: int = 17, prefix: int = 1, equal: bool = False
 ) -> Trace:
-    """Answers to 3 questions a layer; Drop and Merge wait while tokens sit out, Skip is only said before a block.
+    """Answers to 3 questions a layer; Drop and Merge wait while tokens are skipped; Skip comes before a block alone.
 
     With `equal` all images drop, skip and merge equally many tokens, though other ones.
     """
@@ -101,23 +101,23 @@ def literal_forward(vit: Any, trace: Trace, images: Tensor) -> tuple[Tensor, Ten
                     for i in here if gate is not None else ():
                         value[i] = start[i] + gate[b, i] * (value[i] - start[i])
                     here = list(weight)
-                said = answer.get((layer, when), Keep())
-                if said.readout_weight is not None:
-                    part = torch.stack([said.readout_weight[b, i] * value[i] for i in value])
+                decision = answer.get((layer, when), Keep())
+                if decision.readout_weight is not None:
+                    part = torch.stack([decision.readout_weight[b, i] * value[i] for i in value])
                     shares = part if shares is None else shares + part
-                if isinstance(said, Skip):
-                    here, gate = [i for i in here if not said.skipped[b, i]], said.gate
-                elif isinstance(said, Drop):
-                    for i in [i for i in here if said.leaving[b, i]]:
-                        value[i] = torch.zeros_like(value[i]) if said.zero_on_exit else value[i]
+                if isinstance(decision, Skip):
+                    here, gate = [i for i in here if not decision.skipped[b, i]], decision.gate
+                elif isinstance(decision, Drop):
+                    for i in [i for i in here if decision.leaving[b, i]]:
+                        value[i] = torch.zeros_like(value[i]) if decision.zero_on_exit else value[i]
                         del weight[i]
                     here = list(weight)
-                elif isinstance(said, Merge):
-                    size = weight if said.size is None else said.size[b]
-                    old, weight = dict(value), {j: float(size[j]) for j in here if said.target[b, j] == j}
+                elif isinstance(decision, Merge):
+                    size = weight if decision.size is None else decision.size[b]
+                    old, weight = dict(value), {j: float(size[j]) for j in here if decision.target[b, j] == j}
                     for j in weight:
                         value[j] = torch.stack(
-                            [said.source_weight[b, i] * old[i] for i in here if said.target[b, i] == j]
+                            [decision.source_weight[b, i] * old[i] for i in here if decision.target[b, i] == j]
                         ).sum(0)
                     here = list(weight)
                 if when == "after" or not here:

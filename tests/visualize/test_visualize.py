@@ -597,16 +597,16 @@ def test_the_report_in_chromium(policy: str, browser: Any, tmp_path: Path) -> No
     for width, scheme in ((360, "dark"), (1280, "light")):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         page = context.new_page()
-        said: list[str] = []
+        messages: list[str] = []
         asked: list[str] = []
-        page.on("console", lambda m, said=said: said.append(m.text))
-        page.on("pageerror", lambda e, said=said: said.append(str(e)))
+        page.on("console", lambda m, messages=messages: messages.append(m.text))
+        page.on("pageerror", lambda e, messages=messages: messages.append(str(e)))
         page.on("request", lambda r, asked=asked: asked.append(r.url))
         page.goto(page_file.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         _scrub(page, policy)
         _switch(page, scheme)
-        assert not said
+        assert not messages
         assert [u for u in asked if not u.startswith("data:")] == [page_file.as_uri()]
         context.close()
 
