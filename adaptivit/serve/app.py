@@ -18,7 +18,7 @@ from . import kserve, page
 from .batcher import QueueFull
 from .errors import Refused, require, response
 from .guard import Guard
-from .schema import CLASSIFY, ERRORS, Classified
+from .schema import CLASSIFIED, CLASSIFY
 from .service import Service
 
 
@@ -66,8 +66,7 @@ def _routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/classify",
         summary="Classes of images, and what each one cost",
-        response_model=Classified,
-        responses=ERRORS,
+        responses=CLASSIFIED,
         openapi_extra=CLASSIFY,
         tags=["classify"],
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -79,7 +80,7 @@ def _file(name: str) -> Callable[[], Any]:
 
 
 def about(service: Service) -> dict[str, Any]:
-    """What the page says of the model and of its budget."""
+    """The model and the range of its budget, for the page."""
     model, curve = service.model, service.model.calibration
     dial = None
     if curve is not None:
@@ -116,7 +117,7 @@ def _opening(model: AdaptiveViT) -> float:
 
 
 def _knows(service: Service) -> str:
-    """What the model tells apart, in words."""
+    """The model's classes, in words."""
     count, names = service.model.vit.num_classes, service.names
     if not names:
         return f"{count:,} {service.task.noun}, which have no names here"
@@ -168,32 +169,32 @@ class Clock:
 
 def seen(model: AdaptiveViT, image: Tensor) -> str:
     """An image as the model sees it, as a data: URL."""
-    pixels = (model.preprocessing.to_pixels(image[None])[0] * 255).round().to(torch.uint8).squeeze(-1)
-    return f"data:image/png;base64,{base64.b64encode(_png(Image.fromarray(pixels.numpy()))).decode()}"
+    png = _png(model.preprocessing.to_pixels(image[None])[0])
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def _png(picture: Image.Image) -> bytes:
+def _png(picture: Tensor) -> bytes:
+    """[H, W, C] in 0..1 as PNG."""
+    pixels = (picture * 255).round().to(torch.uint8).squeeze(-1)
     out = io.BytesIO()
-    picture.save(out, "PNG")
+    Image.fromarray(pixels.numpy()).save(out, "PNG")
     return out.getvalue()
 
 
 def examples(service: Service) -> tuple[tuple[str, bytes], ...]:
-    """(name, PNG) of pictures to begin with: test digits for a model of digits, else scikit-learn's photographs."""
-    digits = service.names == [str(i) for i in range(10)]
-    return _digits() if digits else _photographs()
+    """(name, PNG) of the first pictures: test digits for a model of digits, else scikit-learn's photographs."""
+    return _digits() if service.names == [str(i) for i in range(10)] else _photographs()
 
 
 @functools.cache
 def _digits() -> tuple[tuple[str, bytes], ...]:
-    """The first of each digit among the pictures of `--data digits`, split test."""
+    """The first of each digit in the test split of `--data digits`."""
     from ..data import digits
 
     found = digits.Digits.load()
-    pictures = digits.draw(found.test_x, torch.Generator().manual_seed(1), distort=False)
-    pixels = (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     labels = found.test_y.tolist()
-    return tuple((f"a {digit}", _png(Image.fromarray(pixels[labels.index(digit)]))) for digit in range(10))
+    pictures = digits.draw(found.test_x, torch.Generator().manual_seed(1), distort=False).permute(0, 2, 3, 1)
+    return tuple((f"a {digit}", _png(pictures[labels.index(digit)])) for digit in range(10))
 
 
 @functools.cache
@@ -201,5 +202,5 @@ def _photographs() -> tuple[tuple[str, bytes], ...]:
     from sklearn.datasets import load_sample_images
 
     found = load_sample_images()
-    names = [Path(name).stem for name in found.filenames]
-    return tuple((name, _png(Image.fromarray(p))) for name, p in zip(names, found.images, strict=True))
+    pictures = torch.from_numpy(np.stack(found.images)) / 255
+    return tuple((Path(name).stem, _png(picture)) for name, picture in zip(found.filenames, pictures, strict=True))

@@ -4,60 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-
-class Class(BaseModel):
-    model_config = ConfigDict(populate_by_name=True)
-    number: int = Field(alias="class", description="Number of the class")
-    name: str
-    probability: float
-
-
-class Image(BaseModel):
-    classes: list[Class] = Field(description="The top_k classes, the most probable first")
-    gmacs: float = Field(description="Billions of multiply-accumulates of this image")
-    static_gmacs: float = Field(description="The same in the static model")
-    saved: float = Field(description="1 - gmacs / static_gmacs")
-    mean_depth: float = Field(description="Blocks that computed a patch, mean over the patches")
-    live: list[int] = Field(description="Tokens that entered each block")
-
-
-class Classified(BaseModel):
-    model: str
-    images: list[Image] = Field(description="In the order of the request")
-
-
-class Error(BaseModel):
-    error: str = Field(description="One line: what was expected, what came")
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": meaning}
-    for status, meaning in {
-        400: "Not JSON, or not a form",
-        401: "The token is missing or wrong",
-        408: "The request took too long to arrive",
-        413: "Too many bytes, pixels or images",
-        415: "Another content type",
-        422: "Not an image, or a field that cannot be met",
-        429: "Busy; Retry-After says when to try again",
-        503: "No answer within the time-out",
-    }.items()
-}
-
 
 def _array(items: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, **more}
+
+
+def _number(description: str) -> dict[str, Any]:
+    return {"type": "number", "description": description}
 
 
 def _object(*required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-def _body(**schemas: dict[str, Any]) -> dict[str, Any]:
+def _content(**schemas: dict[str, Any]) -> dict[str, Any]:
     kinds = {"form": "multipart/form-data", "json": "application/json"}
-    return {"requestBody": {"required": True, "content": {kinds[k]: {"schema": s} for k, s in schemas.items()}}}
+    return {"content": {kinds[name]: {"schema": schema} for name, schema in schemas.items()}}
+
+
+def _body(**schemas: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, **_content(**schemas)}}
 
 
 _STRING = {"type": "string"}
@@ -84,3 +50,30 @@ INFER = _body(
         parameters={"type": "object", "properties": {"budget": _BUDGET}},
     )
 )
+
+_CLASS = {"class": {"type": "integer"}, "name": _STRING, "probability": _number("In 0..1")}
+_IMAGE = {
+    "classes": _array(_object(*_CLASS, **_CLASS), description="The top_k classes, the most probable first"),
+    "gmacs": _number("Billions of multiply-accumulates of this image"),
+    "static_gmacs": _number("The same in the static model"),
+    "saved": _number("1 - gmacs / static_gmacs"),
+    "mean_depth": _number("Blocks that computed a patch, mean over the patches"),
+    "live": _array({"type": "integer"}, description="Tokens that entered each block"),
+}
+_IMAGES = _array(_object(*_IMAGE, **_IMAGE), description="In the order of the request")
+_ERROR = _object("error", error=_STRING | {"description": "One line: what was expected, what came"})
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": meaning, **_content(json=_ERROR)}
+    for status, meaning in {
+        400: "Not JSON, or not a form",
+        401: "The token is missing or wrong",
+        408: "The request took too long to arrive",
+        413: "Too many bytes, pixels or images",
+        415: "Another content type",
+        422: "Not an image, or a field that cannot be met",
+        429: "Busy; Retry-After says when to try again",
+        503: "No answer within the time-out",
+    }.items()
+}
+_CLASSIFIED = _object("model", "images", model=_STRING, images=_IMAGES)
+CLASSIFIED = ERRORS | {200: {"description": "Classes and costs", **_content(json=_CLASSIFIED)}}
