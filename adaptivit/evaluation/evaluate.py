@@ -16,6 +16,7 @@ from .. import tasks
 from ..data.dataset import Loaded
 from ..errors import DataError
 from ..model import AdaptiveViT
+from ..output import Output
 from ..tasks.protocol import Metric, Task
 
 
@@ -104,39 +105,33 @@ def evaluate(
         judged = task.judge(output.logits, labels)
         scores = judged.scores.tolist()  # waits for the device
         sums.seconds += time.perf_counter() - start
-        sums.layout = output.layout
         sums.scores += scores
         sums.indices += batch.indices.tolist()
-        trace = output.trace
-        for name, value in judged.sums.items():
-            _add(sums.metrics, name, value)
-        for name, value in {
-            "gmacs": output.macs_deployed.sum() / 1e9,
-            "gmacs_blocks": output.macs_blocks.sum() / 1e9,
-            "mean_depth": trace.mean_depth.sum(),
-            "live": trace.live.double().sum(1),
-            "live_mlp": trace.live_mlp.double().sum(1),
-        }.items():
-            _add(sums.totals, name, value)
-        sums.static = model.static_macs(output) / 1e9
-        if "plan" in trace.facts:
-            _add(sums.plan, "plan", _moments(trace.facts))
+        sums.layout, sums.static = output.layout, model.static_macs(output) / 1e9
+        sums.add(_costs(output), judged.sums)
         if progress:
             progress(len(sums.scores), sum(sums.scores) / len(sums.scores))
     model.train(was_training)
     return (_everywhere(sums) if shared else sums).result(task)
 
 
-def _moments(facts: Mapping[str, Tensor]) -> Tensor:
-    """[6] count, and sums of halt, plan, their squares and their product, over planned pairs."""
-    planned = facts["planned"]
-    halt, plan = facts["halt"].expand_as(planned)[planned].double(), facts["plan"][planned].double()
-    return torch.stack([torch.ones_like(plan), halt, plan, halt**2, plan**2, halt * plan]).sum(1)
-
-
-def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
-    value = value.cpu()
-    totals[name] = totals[name] + value if name in totals else value
+def _costs(output: Output) -> dict[str, Tensor]:
+    """Sums over the images, and of planned depths, if there are any, [6]: count, and sums of N, N_target, their squares
+    and their product over planned pairs."""
+    trace = output.trace
+    costs = {
+        "gmacs": output.macs_deployed.sum() / 1e9,
+        "gmacs_blocks": output.macs_blocks.sum() / 1e9,
+        "mean_depth": trace.mean_depth.sum(),
+        "live": trace.live.double().sum(1),
+        "live_mlp": trace.live_mlp.double().sum(1),
+    }
+    if "plan" in trace.facts:
+        planned = trace.facts["planned"]
+        halt = trace.facts["halt"].expand_as(planned)[planned].double()
+        plan = trace.facts["plan"][planned].double()
+        costs["plan"] = torch.stack([torch.ones_like(plan), halt, plan, halt**2, plan**2, halt * plan]).sum(1)
+    return costs
 
 
 @dataclass
@@ -147,21 +142,26 @@ class _Sums:
     layout: str = ""
     scores: list[float] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    totals: dict[str, Tensor] = field(default_factory=dict)
+    costs: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)  # what the task adds up
-    plan: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, costs: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
+        for totals, values in ((self.costs, costs), (self.metrics, metrics)):
+            for name, value in values.items():
+                totals[name] = totals[name] + value.cpu() if name in totals else value.cpu()
 
     def result(self, task: Task) -> Result:
         count = len(self.scores)
         if count == 0:
             raise DataError(f"No image could be read ({self.unreadable} unreadable).")
         gap = correlation = None
-        if "plan" in self.plan and self.plan["plan"][0] > 1:
-            n, halt, plan, halt2, plan2, both = self.plan["plan"].tolist()
+        moments = self.costs.pop("plan", None)
+        if moments is not None and moments[0] > 1:
+            n, halt, plan, halt2, plan2, both = moments.tolist()
             gap = (halt - plan) / n
             spread = (halt2 - halt**2 / n) * (plan2 - plan**2 / n)
             correlation = (both - halt * plan / n) / math.sqrt(spread) if spread > 1e-9 else None
-        means: dict[str, Any] = {name: (total / count).tolist() for name, total in self.totals.items()}
+        means: dict[str, Any] = {name: (total / count).tolist() for name, total in self.costs.items()}
         return Result(
             images=count,
             unreadable=self.unreadable,
@@ -186,10 +186,8 @@ def _everywhere(own: _Sums) -> _Sums:
     both.layout = next((s.layout for s in every if s.layout), "")
     for sums in every:
         both.unreadable += sums.unreadable
-        for name in ("totals", "metrics", "plan"):
-            for key, value in getattr(sums, name).items():
-                _add(getattr(both, name), key, value)
-    pairs = sorted((i, score) for sums in every for i, score in zip(sums.indices, sums.scores, strict=True))
+        both.add(sums.costs, sums.metrics)
+    pairs = sorted(pair for sums in every for pair in zip(sums.indices, sums.scores, strict=True))
     both.indices, both.scores = [i for i, _ in pairs], [score for _, score in pairs]
     return both
 

@@ -76,7 +76,7 @@ def every(seen: Seen, found: Importance | None = None) -> Sequence[tuple[str, st
         made.append(("scores", "scores", partial(scores, seen)))
     if found is not None:
         made.append(("scores", "importance", partial(importance, found)))
-    if not seen.equal:
+    if not seen.equal and seen.confidence is not None:
         made.append(("difficulty", "confidence", partial(confidence, seen)))
         if seen.correct is not None and len(seen) >= 20:
             made.append(("difficulty", "accuracy", partial(accuracy, seen)))
@@ -179,6 +179,7 @@ def planned(seen: Seen, stage: int) -> Any:
 def confidence(seen: Seen) -> Any:
     """Mean depth of every image against the model's confidence, right and wrong answers apart."""
     figure, axes = _panel("mean depth", "confidence")
+    assert seen.confidence is not None
     x, y = seen.mean_depth, seen.confidence
     right = np.ones(len(seen), bool) if seen.correct is None else seen.correct
     common = {"s": 26 if len(seen) <= 150 else 10, "alpha": 0.75, "zorder": 3, "rasterized": len(seen) > 600}

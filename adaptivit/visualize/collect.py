@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from .. import tasks
 from ..data.dataset import Images, Labelled, Sample, batches, for_evaluation, in_order, rgb
 from ..decision import Drop, Merge, Skip, Trace
 from ..errors import DataError, UserError
@@ -25,6 +26,7 @@ from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
 from ..output import Output
 from ..policies import get
+from ..tasks.protocol import Task
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]  # done, of
@@ -64,10 +66,11 @@ class Seen:
     names: list[str]  # [B] of the images
     attended: Array  # [L, B, P] bool: took part in the block
     live: Array  # [L, B] tokens in each block's attention, prefix tokens included
-    predicted: Array  # [B]
-    confidence: Array  # [B] probability of the predicted class
     macs: Array  # [B]
     static_macs: float
+    captions: list[str]  # [B] the task's answers in words
+    predicted: Array | None = None  # [B] class; None where the task predicts no classes
+    confidence: Array | None = None  # [B] probability of the predicted class
     groups: Array | None = None  # [L, B, P] after each block: the patch that this one was merged into, -1 for none
     skips: bool = False  # patches skip single blocks and come back
     labels: Array | None = None  # [B]
@@ -99,7 +102,7 @@ class Seen:
     @property
     def correct(self) -> Array | None:
         """[B] bool, where there are labels."""
-        return None if self.labels is None else self.predicted == self.labels
+        return None if self.labels is None or self.predicted is None else self.predicted == self.labels
 
     @property
     def equal(self) -> bool:
@@ -131,7 +134,7 @@ class _Tensors(Images):
     """Normalised tensors in place of files."""
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.labelled.items[index], int(self.labelled.labels[index]), index)
+        return Sample(self.labelled.items[index], self.labelled.labels[index], index)
 
 
 class _Source:
@@ -140,7 +143,7 @@ class _Source:
     def __init__(self, model: AdaptiveViT, labelled: Labelled) -> None:
         kind, expects = _Tensors if isinstance(labelled.items[0], Tensor) else Images, model.preprocessing
         self.images = kind(labelled, expects.evaluation())
-        self.mean, self.std = (torch.tensor(v).reshape(-1, 1, 1) for v in (expects.mean, expects.std))
+        self.to_pixels = expects.to_pixels
         self.order: list[int] = []  # those that could be read
 
     def tensor(self, index: int) -> Tensor:
@@ -152,7 +155,7 @@ class _Source:
     @functools.lru_cache(maxsize=64)  # noqa: B019  the pictures of a report, drawn again and again
     def pixels(self, index: int) -> Array:
         image = self.tensor(index).float().cpu()  # [1 or 3, H, W]
-        plain = (image.expand(3, -1, -1) * self.std + self.mean).clamp(0, 1).permute(1, 2, 0)
+        plain = self.to_pixels(image[None])[0].expand(-1, -1, 3)
         return (plain * 255).round().to(torch.uint8).numpy()
 
     def name(self, index: int) -> str:
@@ -201,9 +204,11 @@ def look(
     """Run a model over images and keep what it did with every patch."""
     given = _checked(model, gather(images), labels)
     source, labelled = _Source(model, given), labels is not None or isinstance(images, Labelled)
-    was_training, parts = model.training, list[dict[str, Array]]()
+    was_training, parts, captions = model.training, list[dict[str, Array]](), list[str]()
+    task, known = tasks.get(model.task), list(class_names) if class_names is not None else model.class_names
     for output, truth in _outputs(model.eval(), source, labelled, batch_size, progress):
-        parts.append(_arrays(output) | {"labels": truth})
+        parts.append(_arrays(output, task) | {"labels": truth})
+        captions += [task.caption(task.answer(logits, known, 1)) for logits in output.logits.float().cpu()]
     model.train(was_training)
     if not parts:
         raise DataError(f"No image could be read ({len(given)} unreadable).")
@@ -220,8 +225,9 @@ def look(
         names=[source.name(i) for i in range(len(source.order))],
         static_macs=model.static_macs(output),
         skips=any(isinstance(step.decision, Skip) for step in trace.steps),
-        labels=arrays["labels"] if labelled else None,
-        class_names=list(class_names) if class_names is not None else model.class_names,
+        captions=captions,
+        labels=arrays["labels"] if labelled and "predicted" in arrays else None,
+        class_names=known,
         scores=Scores(arrays["scores"], *_scored(trace)) if "scores" in arrays else None,
         plans=Plans(trace.facts["stages"].tolist(), *(arrays[key] for key in _PLAN)) if "plan" in arrays else None,
         unreadable=len(given) - len(source.order),
@@ -257,17 +263,17 @@ def _outputs(
             progress(done, len(images))
 
 
-def _arrays(output: Output) -> dict[str, Array]:
+def _arrays(output: Output, task: Task) -> dict[str, Array]:
     """What is kept of a batch."""
     trace, facts, prefix = output.trace, output.trace.facts, output.trace.num_prefix_tokens
-    top, layers = output.logits.float().softmax(-1).max(-1), len(trace.attended)
+    layers, shown = len(trace.attended), task.shown(output.logits)
     kept = {
         "attended": trace.attended[..., prefix:],
         "live": trace.live,
-        "predicted": top.indices,
-        "confidence": top.values,
         "macs": output.macs_deployed,
     }
+    if shown is not None:
+        kept |= {"predicted": shown.classes, "confidence": shown.confidence}
     groups = merged(trace)
     if groups is not None:
         kept["groups"] = (groups[..., prefix:] - prefix).clamp_min(-1).to(torch.int32)

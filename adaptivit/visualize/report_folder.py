@@ -59,7 +59,7 @@ def report(
     count = min(shown, len(seen))
     chosen = [i * len(seen) // count if seen.labels is not None else i for i in range(count)]
     important = None
-    if tokens and seen.scores is not None:
+    if tokens and seen.scores is not None and seen.predicted is not None:
         shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": partial(step, "leaving one out")}
         important = leave_one_out(model, seen, tokens=tokens, images=chosen, **shared)
     rows = by_class(seen, other) if seen.labels is not None and len(np.unique(seen.labels)) > 1 else []
@@ -125,9 +125,12 @@ def _pictures(data: ReportData) -> Iterator[tuple[str, Callable[[], bytes]]]:
 def _rows(seen: Seen) -> list[dict[str, Any]]:
     rows = []
     for i, name in enumerate(seen.names):
-        row: dict[str, Any] = {"image": name, "predicted": seen.class_name(int(seen.predicted[i]))}
-        row["confidence"] = f"{seen.confidence[i]:.6f}"
-        if seen.labels is not None:
+        row: dict[str, Any] = {"image": name}
+        if seen.predicted is None or seen.confidence is None:
+            row["answer"] = seen.captions[i]
+        else:
+            row |= {"predicted": seen.class_name(int(seen.predicted[i])), "confidence": f"{seen.confidence[i]:.6f}"}
+        if seen.labels is not None and seen.predicted is not None:
             row["label"] = seen.class_name(int(seen.labels[i]))
             row["correct"] = int(seen.predicted[i] == seen.labels[i])
         row["mean_depth"], row["gmacs"] = f"{seen.mean_depth[i]:.4f}", f"{seen.macs[i] / 1e9:.6f}"

@@ -88,7 +88,7 @@ def _summary(data: ReportData) -> list[tuple[object, str]]:
         known = static is not None and static.correct is not None
         words = f"; static has {100 * static.correct.mean():.1f} %" if known else ""  # type: ignore[union-attr]
         cards.append((f"{100 * seen.correct.mean():.1f} %", f"top-1{words}"))
-    if static is not None:
+    if static is not None and static.predicted is not None:
         same = float((static.predicted == seen.predicted).mean())
         cards.append((f"{100 * same:.0f} %", "answers that are the static model's"))
     left = f"; {_count(seen.unreadable, 'file')} could not be read" if seen.unreadable else ""
@@ -121,7 +121,9 @@ def _tile(seen: Seen, index: int, over: str, label: str, words: str, facts: str 
 
 
 def _verdict(seen: Seen, index: int) -> str:
-    """The predicted class, and whether it is right."""
+    """The prediction, and whether it is right."""
+    if seen.predicted is None or seen.confidence is None:
+        return escaped(seen.captions[index])
     words = f"{escaped(seen.class_name(int(seen.predicted[index])))}, {100 * seen.confidence[index]:.0f} %"
     if seen.labels is None or seen.correct is None:
         return words
