@@ -33,8 +33,8 @@ from adaptivit.utils import hardware
 from tests.support.commands import refused, run
 from tests.support.data_sets import folder
 from tests.support.models import TINY, assert_close, pictures, shared, tiny
-from tests.support.plain_vit import wild
 from tests.support.policies import CASES
+from tests.support.reference_vit import randomised
 
 pytestmark = pytest.mark.xdist_group("calibrate")  # curves that are measured once
 
@@ -46,7 +46,7 @@ CURVES: dict[str, Calibration] = {}
 def calibrated(case: str) -> Any:
     """A model of that case with its curve, which is measured once."""
     name, more = CASES[case]
-    model = wild(name, **more)
+    model = randomised(name, **more)
     if case not in CURVES:
         CURVES[case] = model.calibrate(pictures(24, seed=9))
     model.calibration = CURVES[case]
@@ -86,7 +86,7 @@ def test_curves(case: str) -> None:
 @torch.no_grad()
 def test_met_on_images_not_seen(case: str, count: int) -> None:
     name, more = CASES[case]
-    model = wild(name, **more)
+    model = randomised(name, **more)
     model.calibrate(pictures(count, seed=1), "-33%")
     unseen = pictures(384, seed=2)
     assert model.budget == "-33%"
@@ -104,7 +104,7 @@ def test_met_on_images_not_seen(case: str, count: int) -> None:
 @pytest.mark.parametrize("case", ["aht", "avit"])
 def test_a_budget_is_met_on_the_images_of_the_curve(case: str, share: float) -> None:
     name, more = CASES[case]
-    model, images = wild(name, **more), pictures(48, seed=3)
+    model, images = randomised(name, **more), pictures(48, seed=3)
     model.calibrate(images, f"{100 * (share - 1):.4g}%")
     # one token of one image in one block
     least = 1.5 / (len(images) * model.shape.tokens * model.shape.layers)
@@ -116,7 +116,7 @@ def test_a_budget_is_met_on_the_images_of_the_curve(case: str, share: float) -> 
 def test_it_knows_how_well_a_budget_is_met(case: str) -> None:
     """The spread is that of the images' costs, and budgets are missed by about as much as the curve says."""
     name, more = CASES[case]
-    model = wild(name, **more)
+    model = randomised(name, **more)
     images = pictures(512, seed=11)
     missed = []
     for start in range(0, 192, 24):
@@ -239,7 +239,7 @@ def test_on_the_device_layout(case: str) -> None:
 @torch.no_grad()
 def test_without_a_budget_nothing_changes(case: str) -> None:
     name, more = CASES[case]
-    plain, model = wild(name, **more), calibrated(case)
+    plain, model = randomised(name, **more), calibrated(case)
     images = pictures()
     want = plain(images)
     model.budget = "-30%"
@@ -360,7 +360,7 @@ def test_a_curve_belongs_to_one_image_size_and_head(case: str, tmp_path: Path) -
 @torch.no_grad()
 def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured here; neither another device nor a checkpoint that goes there takes them on."""
-    model = wild(*[CASES["aht"][0]], **CASES["aht"][1])
+    model = randomised(*[CASES["aht"][0]], **CASES["aht"][1])
     measure = timing.interleaved
 
     def steady(*given: Any, **more: Any) -> dict[str, timing.Timing]:
@@ -430,7 +430,7 @@ def test_errors() -> None:
         replay = adaptivit.create(model.vit, "replay", trace=model(pictures()).trace)
     with pytest.raises(UserError, match="'replay' has no dial"):
         replay.calibrate(pictures())
-    least = wild("amod", multiply=True)
+    least = randomised("amod", multiply=True)
     with pytest.raises(UserError, match="below the least that this model can do"):
         least.calibrate(pictures(1), "-60%")
     assert least.calibration is not None  # the curve is kept for another budget
@@ -484,7 +484,7 @@ def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatc
     for name, value in (("FIRST", 8), ("LEAST", 12), ("MOST", 40)):
         monkeypatch.setattr(calibrate, name, value)
     torch.manual_seed(0)
-    wild("confidence").save_pretrained(tmp_path / "m")
+    randomised("confidence").save_pretrained(tmp_path / "m")
     images = (pictures(100, seed=12) * 40 + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     np.savez(tmp_path / "many.npz", x=images)
     np.savez(tmp_path / "some.npz", x=images[:30])

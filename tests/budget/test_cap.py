@@ -19,8 +19,8 @@ from adaptivit.execution.torch import Executor
 from adaptivit.layouts import Masked, Packed, PackedOnDevice
 from adaptivit.output import Output
 from tests.support.models import SIDES, assert_close, pictures, tiny
-from tests.support.plain_vit import wild
 from tests.support.policies import CASES
+from tests.support.reference_vit import randomised
 
 LEAVING = ("aht", "avit", "act", "confidence", "similarity", "pondernet")
 HALTING = [case for case, (name, _) in CASES.items() if name in LEAVING]
@@ -50,7 +50,7 @@ def test_the_law(case: str, kind: str) -> None:
     g = torch.Generator().manual_seed(seed)
     shares, shift = torch.rand(5, generator=g).tolist(), 18 * float(torch.rand((), generator=g)) - 9
     try:
-        model = wild(name, kind, seed=seed % 7, **more)
+        model = randomised(name, kind, seed=seed % 7, **more)
     except UserError:
         return  # this policy does not run on such a backbone
     costs = CostModel(model.shape, model.shape.tokens)
@@ -162,7 +162,7 @@ def test_as_a_setting_and_for_a_call() -> None:
 @torch.no_grad()
 def test_policies_that_fix_counts_are_held_by_their_dial(case: str) -> None:
     name, more = CASES[case]
-    model = wild(name, **more)
+    model = randomised(name, **more)
     with pytest.raises(UserError, match="not calibrated"):
         model.max_macs = "-20%"
     curve = model.calibrate(pictures(1))

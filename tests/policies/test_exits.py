@@ -16,7 +16,7 @@ from adaptivit.backbones.slim import narrow
 from adaptivit.errors import UserError
 from adaptivit.training.losses import Batch, Exits, Expected, Geometric, Ponder
 from tests.support.models import ALL_LAYOUTS, LAYOUTS, assert_close, pictures, tiny
-from tests.support.plain_vit import embedded, said, sigmoid, whole
+from tests.support.reference_vit import embedded, logits_of, sigmoid, whole
 
 L, B = 6, 6
 IMAGES = pictures(B) * torch.linspace(0.3, 3.0, B)[:, None, None, None]  # unlike enough to leave at different blocks
@@ -71,7 +71,7 @@ def test_act(kind: str) -> None:
     gate.bias.fill_(bias)
     for layout in LAYOUTS:
         out = model(IMAGES, layout=layout)
-        assert_close(out.logits, torch.stack([said(model.vit, field) for _, _, field in halted(bias)]))
+        assert_close(out.logits, torch.stack([logits_of(model.vit, field) for _, _, field in halted(bias)]))
         assert out.trace.depth[:, 0].tolist() == [n for n, _, _ in halted(bias)]
         ponder = sum(n + r for n, r, _ in halted(bias)) / B
         assert float(Ponder()(out, Batch())) == pytest.approx(ponder, abs=1e-5)
@@ -97,7 +97,7 @@ def test_early_exits(rule: str, patience: int, kind: str) -> None:
     outputs = []
     for image in IMAGES:
         after = states(vit, image)
-        logits = [said(vit, x) for x in after]
+        logits = [logits_of(vit, x) for x in after]
         seen = logits if rule == "logits" else [read(vit, x) for x in after]
         change = [math.inf] + [float((b - a).pow(2).mean()) for a, b in itertools.pairwise(seen)]
         shown.append([-float(y.softmax(-1).max()) for y in logits] if rule == "confidence" else change)
@@ -127,8 +127,8 @@ def test_asked_for_every_exit_speaks(policy: str) -> None:
     loss = 0.0
     for b, image in enumerate(IMAGES):
         for layer, x in enumerate(states(model.vit, image)):
-            assert_close(out.trace.fact("exits")[layer, b], said(model.vit, x))
-            loss -= float(said(model.vit, x).log_softmax(-1)[targets[b]]) / (B * L)
+            assert_close(out.trace.fact("exits")[layer, b], logits_of(model.vit, x))
+            loss -= float(logits_of(model.vit, x).log_softmax(-1)[targets[b]]) / (B * L)
     assert float(Exits()(out, Batch(targets))) == pytest.approx(loss, rel=1e-5)
     assert (out.parts["asked"] == L * 24 * 10).all()
 
@@ -164,7 +164,7 @@ def test_pondernet_stops_at_the_median(kind: str) -> None:
             p = chances(model.vit, image, 1.5, center)
             depth = stops(p)
             assert (out.trace.depth[b] == depth).all()
-            assert_close(out.logits[b], said(model.vit, states(model.vit, image)[depth - 1]))
+            assert_close(out.logits[b], logits_of(model.vit, states(model.vit, image)[depth - 1]))
             paid = [*p[: depth - 1], 1 - sum(p[: depth - 1]), *[0.0] * (L - depth)]  # what is left is paid at the stop
             assert out.trace.fact("chance")[:, b, 0].tolist() == pytest.approx(paid, abs=1e-5)
 
@@ -180,7 +180,7 @@ def test_pondernet_losses() -> None:
         p = chances(model.vit, image, 1.5, 1.5)
         assert sum(p) == pytest.approx(1)
         for n, x in enumerate(states(model.vit, image)):
-            task -= p[n] * float(said(model.vit, x).log_softmax(-1)[targets[b]]) / B
+            task -= p[n] * float(logits_of(model.vit, x).log_softmax(-1)[targets[b]]) / B
             kl += p[n] * math.log(p[n] / (prior[n] / sum(prior))) / B
     assert float(Expected()(out, Batch(targets))) == pytest.approx(task, rel=1e-5)
     assert float(Geometric()(out, Batch())) == pytest.approx(kl, rel=1e-4)

@@ -11,7 +11,17 @@ from torch import Tensor
 from adaptivit.errors import UserError
 from adaptivit.policies.tome import schedule
 from tests.support.models import ALL_LAYOUTS, assert_close, pictures
-from tests.support.plain_vit import alike, attention, best, cosine, embedded, mean, mlp, said, wild
+from tests.support.reference_vit import (
+    attention,
+    best,
+    cosine,
+    embedded,
+    logits_of,
+    mean,
+    mlp,
+    most_similar,
+    randomised,
+)
 
 NEVER = float("-inf")
 
@@ -48,7 +58,7 @@ def tome(
             size, holds = [new[j][1] for j in order], [new[j][2] for j in order]
         x = mlp(block, x)
         counts.append(len(x))
-    return said(vit, x), list(zip(size, holds, strict=True)), counts
+    return logits_of(vit, x), list(zip(size, holds, strict=True)), counts
 
 
 def groups(trace: Any, b: int) -> set[tuple[int, ...]]:
@@ -72,7 +82,7 @@ def groups(trace: Any, b: int) -> set[tuple[int, ...]]:
 )
 @torch.no_grad()
 def test_tome(kind: str, r: Any, per_block: list[int]) -> None:
-    model = wild("tome", kind, r=r)
+    model = randomised("tome", kind, r=r)
     assert model.policy.r == per_block
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
@@ -88,17 +98,17 @@ def test_tome(kind: str, r: Any, per_block: list[int]) -> None:
 
 @torch.no_grad()
 def test_tome_without_proportional_attention() -> None:
-    model = wild("tome", r=3, prop_attn=False)
+    model = randomised("tome", r=3, prop_attn=False)
     out = model(pictures())
     logits = torch.stack([tome(model.vit, image, [3] * 6, 1, prop_attn=False)[0] for image in pictures()])
     assert_close(out.logits, logits)
-    assert not torch.allclose(out.logits, wild("tome", r=3)(pictures()).logits, atol=1e-3)
+    assert not torch.allclose(out.logits, randomised("tome", r=3)(pictures()).logits, atol=1e-3)
 
 
 @torch.no_grad()
 def test_several_tokens_may_join_one() -> None:
     """Keys of half of A point at one B: sizes add up to more than 2 in one block."""
-    model = wild("tome", r=[7])
+    model = randomised("tome", r=[7])
     met = [len(g) for b in range(3) for g in groups(model(pictures()).trace, b)]
     assert max(met) > 2
     assert sum(met) == 3 * 17
@@ -106,7 +116,7 @@ def test_several_tokens_may_join_one() -> None:
 
 @torch.no_grad()
 def test_every_register_is_protected() -> None:
-    out = wild("tome", "registers", r=4)(pictures())
+    out = randomised("tome", "registers", r=4)(pictures())
     for b in range(3):
         assert {(i,) for i in range(5)} <= groups(out.trace, b)
     assert out.trace.live_mlp[:, 0].tolist() == [17, 13, 9, 7, 6, 6]  # (n - 5) // 2 at most: 16, 12, 8, 4, 2, 1
@@ -119,7 +129,7 @@ def test_tome_schedules() -> None:
     assert schedule(13, 0.5, 3) == [6, 13, 20]
     assert schedule((5, 6), 0.0, 4) == [5, 6, 0, 0]
     with pytest.raises(UserError, match=r"r: .*at most 6.*7"):
-        wild("tome", r=[1] * 7)
+        randomised("tome", r=[1] * 7)
 
 
 # -- fold -----------------------------------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ def folding(
             seen = {i: float(a[:, :, i].mean() if column else a[:, 0, i].mean()) for i in patches}
             far = {i: 1 - max(cosine(keys[i], keys[j]) for j in patches if j != i) for i in patches}
             stay = sorted(best({i: seen[i] * far[i] ** power for i in patches}, left[layer]))
-            goes = {i: i if i in stay else alike(keys, i, stay) for i in patches}
+            goes = {i: i if i in stay else most_similar(keys, i, stay) for i in patches}
             new = {}
             for j in stay:
                 group = [i for i in patches if goes[i] == j]
@@ -148,7 +158,7 @@ def folding(
             size = size[:prefix] + [new[j][1] for j in stay]
         x = mlp(block, x)
         counts.append(len(x))
-    return said(vit, x), counts
+    return logits_of(vit, x), counts
 
 
 @pytest.mark.parametrize(
@@ -166,7 +176,7 @@ def folding(
 )
 @torch.no_grad()
 def test_fold(kind: str, given: dict[str, Any], left: list[int]) -> None:
-    model = wild("fold", kind, **given)
+    model = randomised("fold", kind, **given)
     column = given.get("evidence") == "column" or kind == "average"  # auto looks at the class token where there is one
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
@@ -191,7 +201,7 @@ def cost(left: list[int], stages: list[int], column: bool) -> float:
 @pytest.mark.parametrize("given", [{}, {"blocks": (1, 4), "evidence": "column"}])
 @torch.no_grad()
 def test_a_budget_is_met_from_below_by_as_little_as_can_be(budget: float, given: dict[str, Any]) -> None:
-    out = wild("fold", budget=budget, **given)(pictures())
+    out = randomised("fold", budget=budget, **given)(pictures())
     stages, column = list(given.get("blocks", range(1, 6))), "evidence" in given
     allowed, known = budget * cost([16] * 6, [], column), set()
     for step in range(1, 10_001):  # every sequence that one share for all stages can give
@@ -211,13 +221,13 @@ def test_a_budget_is_met_from_below_by_as_little_as_can_be(budget: float, given:
 def test_an_impossible_budget_is_refused(given: dict[str, Any]) -> None:
     """Too small, or too late; but a whole budget can still pay for the look, by folding a little."""
     if given["budget"] == 1.0:
-        out = wild("fold", **given)(pictures())
+        out = randomised("fold", **given)(pictures())
         assert float(out.macs[0]) <= out.costs.static
         return
     with pytest.raises(UserError, match=r"budget: .* cannot cost less than 0\.\d+"):  # before any image is seen
-        wild("fold", **given)
+        randomised("fold", **given)
 
 
 def test_fold_needs_a_class_token_for_its_row() -> None:
     with pytest.raises(UserError, match="evidence: 'class'"):
-        wild("fold", "average", evidence="class")
+        randomised("fold", "average", evidence="class")

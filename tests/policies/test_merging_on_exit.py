@@ -10,13 +10,23 @@ from torch import Tensor
 
 from adaptivit.decision import Merge
 from tests.support.models import LAYOUTS, assert_close, pictures
-from tests.support.plain_vit import alike, attention, best, embedded, mean, predicted, said, sigmoid, wild
 from tests.support.policies import PAPERS
+from tests.support.reference_vit import (
+    attention,
+    best,
+    embedded,
+    logits_of,
+    mean,
+    most_similar,
+    predicted,
+    randomised,
+    sigmoid,
+)
 
 
 def fold(x: Tensor, size: list[float], keys: Tensor, leaving: list[int], stay: list[int]) -> tuple[Tensor, list[float]]:
     """Rows [n, D]: those of `leaving` join their most similar of the patches in `stay`; row 0 (class) as it is."""
-    goes = {i: alike(keys, i, stay) for i in leaving} if stay else {}
+    goes = {i: most_similar(keys, i, stay) for i in leaving} if stay else {}
     rows, sizes = [x[0]], [size[0]]
     for j in stay:
         group = [j, *(i for i in goes if goes[i] == j)]
@@ -29,7 +39,7 @@ def fold(x: Tensor, size: list[float], keys: Tensor, leaving: list[int], stay: l
 @torch.no_grad()
 def test_aht(beta: float) -> None:
     """Patches halt as always, by a cumulative score; at beta = 20 all at once, and they join nobody."""
-    model = wild("aht_merge", **PAPERS | {"beta": beta})
+    model = randomised("aht_merge", **PAPERS | {"beta": beta})
     with torch.no_grad():
         model.policy.beta.fill_(beta), model.policy.gamma.fill_(1.0)
     for layout in LAYOUTS:
@@ -49,7 +59,7 @@ def test_aht(beta: float) -> None:
                 leaving = [n for n, i in enumerate(slots) if n and c[i] >= 0.99]
                 x, size = fold(x, size, keys, leaving, stay)
                 slots = [0, *(slots[n] for n in stay)]
-            assert_close(out.logits[b], said(model.vit, x))
+            assert_close(out.logits[b], logits_of(model.vit, x))
     if beta == 20.0:
         assert (out.trace.depth[:, 1:] == 1).all()
         first = out.trace.steps[0].decision
@@ -60,7 +70,7 @@ def test_aht(beta: float) -> None:
 @torch.no_grad()
 def test_avit() -> None:
     """Until the class token halts; afterwards the mean field has all it needs."""
-    model = wild("avit", removal="merge", gate_scale=2.0, gate_center=3.0)
+    model = randomised("avit", removal="merge", gate_scale=2.0, gate_center=3.0)
     for layout in LAYOUTS:
         out, folded = model(pictures(), layout=layout), 0
         for b, image in enumerate(pictures()):
@@ -88,7 +98,7 @@ def test_avit() -> None:
 @torch.no_grad()
 def test_dynamicvit(keep: float) -> None:
     """Alike by the keys of the block before the stage."""
-    model = wild("dynamicvit", removal="merge", keep=keep)
+    model = randomised("dynamicvit", removal="merge", keep=keep)
     for layout in (*LAYOUTS, "gathered"):
         out = model(pictures(), layout=layout)
         for b, image in enumerate(pictures()):
@@ -103,7 +113,7 @@ def test_dynamicvit(keep: float) -> None:
                 x, _, keys = attention(block, x, torch.tensor(size))
                 x = x + block.ls2(block.mlp(block.norm2(x)))
                 assert int(out.trace.live[layer, b]) == len(x)
-            assert_close(out.logits[b], said(model.vit, x))
+            assert_close(out.logits[b], logits_of(model.vit, x))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,7 @@ def test_dynamicvit(keep: float) -> None:
 @torch.no_grad()
 def test_sizes_are_conserved_by_who_finds_somebody(policy: str, given: dict[str, Any]) -> None:
     """The sizes of the tokens left add up to those that were there, less those that joined nobody."""
-    model = wild(policy, **given | ({"removal": "merge"} if policy in ("avit", "dynamicvit") else {}))
+    model = randomised(policy, **given | ({"removal": "merge"} if policy in ("avit", "dynamicvit") else {}))
     steps = [s.decision for s in model(pictures()).trace.steps if isinstance(s.decision, Merge)]
     assert steps
     size, live = torch.ones(3, 17), torch.ones(3, 17, dtype=torch.bool)

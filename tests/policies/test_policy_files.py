@@ -14,15 +14,15 @@ from adaptivit.errors import UserError, WeightsError
 from adaptivit.policies import BUILT_IN
 from adaptivit.policies.spec import parse, spec
 from tests.support.models import TINY, assert_same_run, pictures, tiny
-from tests.support.plain_vit import wild
 from tests.support.policies import CASES
+from tests.support.reference_vit import randomised
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "aht" not in c])
 @torch.no_grad()
 def test_every_policy_is_saved_and_loaded(case: str, tmp_path: Path) -> None:
     policy, given = CASES[case]
-    model = wild(policy, **given)
+    model = randomised(policy, **given)
     model.save_pretrained(tmp_path / "m")
     again = adaptivit.load(tmp_path / "m")
     assert again.policy.settings == model.policy.settings
@@ -60,7 +60,7 @@ def test_weights_are_cut_after_loading(tmp_path: Path) -> None:
 # -- authors' files -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def test_a_file_with_the_predictors_beside_the_backbone(tmp_path: Path) -> None:
-    model = wild("dynamicvit")
+    model = randomised("dynamicvit")
     state = model.vit.state_dict() | model.policy.state_dict()
     assert "score_predictor.0.in_conv.0.weight" in state
     torch.save({"model": state}, tmp_path / "public.pth")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaptivit.training.losses import Batch, Features, KeepRatio
 from tests.support.models import ALL_LAYOUTS, assert_close, pictures
-from tests.support.plain_vit import attention, best, embedded, mlp, predicted, said, whole, wild
+from tests.support.reference_vit import attention, best, embedded, logits_of, mlp, predicted, randomised, whole
 
 # -- DynamicViT -----------------------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ from tests.support.plain_vit import attention, best, embedded, mlp, predicted, s
 @torch.no_grad()
 def test_dynamicvit_inference(keep: float, stages: tuple[int, ...]) -> None:
     """The int(keep^s 16) best stay, one at least; features and their mean over the patches that are still there."""
-    model = wild("dynamicvit", keep=keep, **({} if stages == (1, 3, 4) else {"blocks": stages}))
+    model = randomised("dynamicvit", keep=keep, **({} if stages == (1, 3, 4) else {"blocks": stages}))
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
         for b, image in enumerate(pictures()):
@@ -37,7 +37,7 @@ def test_dynamicvit_inference(keep: float, stages: tuple[int, ...]) -> None:
                     assert float(out.trace.fact("kept")[s, b]) == pytest.approx(count / 16)
                 assert out.trace.attended[layer, b].nonzero()[:, 0].tolist() == slots
                 x = whole(block, x)
-            assert_close(out.logits[b], said(model.vit, x))
+            assert_close(out.logits[b], logits_of(model.vit, x))
             assert out.trace.fact("kept_last")[b].nonzero()[:, 0].tolist() == slots[1:]
 
 
@@ -77,14 +77,14 @@ def authors(
 @torch.no_grad()
 def test_dynamicvit_training(seed: int) -> None:
     """With the same Gumbel noise: the decisions, the logits and the two losses of the public code."""
-    model = wild("dynamicvit").train()
+    model = randomised("dynamicvit").train()
     torch.manual_seed(seed)
     out = model(pictures(), aux=("patches",))
     noise, teacher = gumbels(seed, 3), torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(9))
     ratio, squared, count = 0.0, 0.0, 0
     for b, image in enumerate(pictures()):
         x, kept = authors(model, image, b, noise)
-        assert_close(out.logits[b], said(model.vit, x), 2e-5)
+        assert_close(out.logits[b], logits_of(model.vit, x), 2e-5)
         for s, p in enumerate(kept):
             ratio += (float(p.sum()) / 16 - 0.7 ** (s + 1)) ** 2 / 9
             assert float(out.trace.fact("kept")[s, b]) == pytest.approx(float(p.sum()) / 16)
@@ -101,7 +101,7 @@ def test_dynamicvit_training(seed: int) -> None:
 def test_dynamicvit_gradient_is_the_public_codes(stage: int) -> None:
     """Before the last block, where frozen rows of dropped patches differ from updated ones for nobody; and earlier, if
     nobody is dropped and a token's attention to itself must not count."""
-    model = wild("dynamicvit", blocks=(stage,)).train()
+    model = randomised("dynamicvit", blocks=(stage,)).train()
     with torch.no_grad():
         model.vit.blocks[5].attn.qkv.weight[:48] *= 0.3  # small logits: no dropped key's share is held at 1
         model.policy.score_predictor[0].out_conv[-1].bias[0] += 4.0 if stage == 2 else 0.0
@@ -117,7 +117,7 @@ def test_dynamicvit_gradient_is_the_public_codes(stage: int) -> None:
     for b, image in enumerate(pictures()):
         x, kept = authors(model, image, b, noise)
         assert (kept[0] > 0.5).all() == (stage == 2)
-        loss = loss + said(model.vit, x).pow(2).sum() + (kept[0].sum() / 16 - 0.7) ** 2 / 3
+        loss = loss + logits_of(model.vit, x).pow(2).sum() + (kept[0].sum() / 16 - 0.7) ** 2 / 3
     loss.backward()
     for name, p in model.policy.named_parameters():
         assert p.grad is not None
@@ -127,7 +127,7 @@ def test_dynamicvit_gradient_is_the_public_codes(stage: int) -> None:
 
 
 def test_the_task_reaches_every_predictor() -> None:
-    model = wild("dynamicvit").train()
+    model = randomised("dynamicvit").train()
     torch.manual_seed(0)
     model(pictures()).logits.pow(2).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.policy.parameters())
@@ -136,7 +136,7 @@ def test_the_task_reaches_every_predictor() -> None:
 @pytest.mark.parametrize("removal", ["drop", "merge"])
 def test_nothing_is_kept(removal: str) -> None:
     """A training pass may drop every patch: no 0 / 0 in the mean, the features' loss or the gradients."""
-    model = wild("dynamicvit", removal=removal).train()
+    model = randomised("dynamicvit", removal=removal).train()
     with torch.no_grad():
         for predictor in model.policy.score_predictor:
             predictor.out_conv[-1].bias.copy_(torch.tensor([-40.0, 40.0]))
@@ -152,7 +152,7 @@ def test_nothing_is_kept(removal: str) -> None:
 
 @torch.no_grad()
 def test_features_without_the_fact_are_those_of_the_last_block() -> None:
-    out = wild("evit", fuse=False)(pictures(), aux=("patches",))
+    out = randomised("evit", fuse=False)(pictures(), aux=("patches",))
     teacher, last = torch.zeros(3, 16, 24), out.trace.updated[-1, :, 1:]
     expected = [float(out.patches[b, i].pow(2).mean()) for b, i in last.nonzero()]
     assert float(Features()(out, Batch(teacher_patches=teacher))) == pytest.approx(
@@ -168,7 +168,7 @@ def test_features_without_the_fact_are_those_of_the_last_block() -> None:
 @torch.no_grad()
 def test_evit(fuse: bool, kind: str) -> None:
     """The class row's ceil(0.7 n) best stay; the others become one patch, sum a_j x_j with a_j as it is."""
-    model = wild("evit", kind, keep=0.7, fuse=fuse)
+    model = randomised("evit", kind, keep=0.7, fuse=fuse)
     vit, prefix = model.vit, model.shape.num_prefix_tokens
     for layout in ALL_LAYOUTS:
         out = model(pictures(), layout=layout)
@@ -183,21 +183,21 @@ def test_evit(fuse: bool, kind: str) -> None:
                     x = torch.stack([*x[:prefix], *(x[i] for i in kept), *fused])
                 x = mlp(block, x)
                 assert int(out.trace.live_mlp[layer, b]) == len(x)
-            assert_close(out.logits[b], said(vit, x))
+            assert_close(out.logits[b], logits_of(vit, x))
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.97])
 @torch.no_grad()
 def test_evit_that_keeps_all_is_static(keep: float) -> None:
     """ceil(0.97 16) = 16: nobody leaves and nobody fuses."""
-    model = wild("evit", keep=keep)
+    model = randomised("evit", keep=keep)
     out = model(pictures())
     assert_close(out.logits, model.vit(pictures()))
     assert not out.trace.steps
 
 
 def test_evit_keep_rate_falls_with_the_epochs() -> None:
-    model = wild("evit", keep=0.5, warm_epochs=10, shrink_epochs=16, blocks=(2,), fuse=False)
+    model = randomised("evit", keep=0.5, warm_epochs=10, shrink_epochs=16, blocks=(2,), fuse=False)
     for epoch, keep in (
         (0, 1.0),
         (9.9, 1.0),
@@ -210,10 +210,10 @@ def test_evit_keep_rate_falls_with_the_epochs() -> None:
         model.policy.schedule(epoch)
         assert model.train()(pictures()).trace.live[3].tolist() == [1 + math.ceil(keep * 16 - 1e-9)] * 3
         assert model.eval()(pictures()).trace.live[3].tolist() == [9] * 3
-    plain = wild("evit", keep=0.5)
+    plain = randomised("evit", keep=0.5)
     plain.policy.schedule(0.0)  # without a schedule the rate is the same from the start
     assert plain.policy.keep_now == pytest.approx(0.5)
-    stepped = wild("evit", keep=0.5, warm_epochs=2)
+    stepped = randomised("evit", keep=0.5, warm_epochs=2)
     for epoch, keep in ((0, 1.0), (1.9, 1.0), (2, 0.5), (3, 0.5)):
         stepped.policy.schedule(epoch)
         assert stepped.policy.keep_now == pytest.approx(keep)
@@ -221,7 +221,7 @@ def test_evit_keep_rate_falls_with_the_epochs() -> None:
 
 def test_evit_fused_patch_passes_a_gradient_to_its_weights() -> None:
     """The fused patch's weights are attention: queries of the class token hear of it."""
-    model = wild("evit", blocks=(4,)).train()
+    model = randomised("evit", blocks=(4,)).train()
     model(pictures()).logits.pow(2).sum().backward()
     through = model.vit.blocks[4].attn.qkv.weight.grad.clone()
     model.zero_grad()

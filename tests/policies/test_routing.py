@@ -12,7 +12,7 @@ from torch import Tensor
 import adaptivit
 from adaptivit.errors import UserError
 from tests.support.models import ALL_LAYOUTS, assert_close, pictures
-from tests.support.plain_vit import attention, best, embedded, mlp, said, sigmoid, whole, wild
+from tests.support.reference_vit import attention, best, embedded, logits_of, mlp, randomised, sigmoid, whole
 
 
 def scores_of(router: Any, rows: Tensor) -> list[float]:
@@ -61,7 +61,7 @@ def check(model: Any, expected: Any) -> None:
 )
 @torch.no_grad()
 def test_mod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
-    model = wild("mod", **given)
+    model = randomised("mod", **given)
     assert sorted(model.policy.routers) == [str(b) for b in blocks]
     capacity, gate = given.get("capacity", 0.5), given.get("gate", "raw")
 
@@ -75,7 +75,7 @@ def test_mod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
             else:
                 x, chosen = whole(block, x), list(range(17))
             computed.append(chosen)
-        return said(model.vit, x), computed
+        return logits_of(model.vit, x), computed
 
     check(model, expected)
 
@@ -85,7 +85,7 @@ def test_mod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
 @torch.no_grad()
 def test_every_prefix_token_has_a_place(kind: str, capacity: float) -> None:
     for policy in ("mod", "amod"):
-        model = wild(policy, kind, capacity=capacity)
+        model = randomised(policy, kind, capacity=capacity)
         prefix, slots = model.shape.num_prefix_tokens, model.shape.tokens
         trace = model(pictures()).trace
         assert trace.attended[:, :, :prefix].all()
@@ -95,7 +95,7 @@ def test_every_prefix_token_has_a_place(kind: str, capacity: float) -> None:
 
 @pytest.mark.parametrize("gate", ["raw", "sigmoid", "none"])
 def test_the_task_reaches_a_router_through_its_gate_alone(gate: str) -> None:
-    model = wild("mod", gate=gate).train()
+    model = randomised("mod", gate=gate).train()
     model(pictures()).logits.pow(2).sum().backward()
     grads = [p.grad for p in model.policy.parameters()]
     assert len(grads) == 3
@@ -116,7 +116,7 @@ def test_the_task_reaches_a_router_through_its_gate_alone(gate: str) -> None:
 @torch.no_grad()
 def test_amod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
     """The score is the column mean of the attention of the last dense block, also for routed blocks in a row."""
-    model = wild("amod", **given)
+    model = randomised("amod", **given)
     gate = "raw" if given.get("multiply") else "none"
 
     def expected(image: Tensor) -> tuple[Tensor, list[list[int]]]:
@@ -129,23 +129,23 @@ def test_amod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
                 received = [sum(float(a[h, q, i]) for h in range(3) for q in range(17)) / (3 * 17) for i in range(17)]
                 x, chosen = mlp(block, x), list(range(17))
             computed.append(chosen)
-        return said(model.vit, x), computed
+        return logits_of(model.vit, x), computed
 
     check(model, expected)
 
 
 @torch.no_grad()
 def test_amod_counts_its_second_look_as_evidence() -> None:
-    out = wild("amod")(pictures())
+    out = randomised("amod")(pictures())
     assert out.parts["evidence"].tolist() == [3 * 17 * 17 * 24] * 3  # the scores of blocks 0, 2 and 4 again
     assert not out.parts["policy"].any()
-    mod = wild("mod")(pictures())
+    mod = randomised("mod")(pictures())
     assert mod.parts["policy"].tolist() == [3 * 17 * 24] * 3
     assert torch.equal(mod.macs_blocks, out.macs_blocks)
 
 
 def test_amod_has_no_parameters_and_needs_a_block_before() -> None:
-    assert not list(wild("amod").policy.parameters())
+    assert not list(randomised("amod").policy.parameters())
     for given in ({"first_block": 0}, {"blocks": (0, 3)}):
         with pytest.raises(UserError, match="block 0"):
             adaptivit.create("test_vit", "amod", **given)
@@ -154,7 +154,7 @@ def test_amod_has_no_parameters_and_needs_a_block_before() -> None:
 def test_amod_learns_by_its_scores_only_where_they_multiply() -> None:
     """Without a gate the routing has no gradient: attention is looked at without one."""
     for multiply in (False, True):
-        model = wild("amod", multiply=multiply).train()
+        model = randomised("amod", multiply=multiply).train()
         decisions = []
         real = model.policy.before
 

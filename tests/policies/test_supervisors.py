@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.support.models import assert_close, pictures
-from tests.support.plain_vit import attention, embedded, mlp, sigmoid, wild
 from tests.support.policies import PAPERS
+from tests.support.reference_vit import attention, embedded, mlp, randomised, sigmoid
 
 
 @pytest.mark.parametrize("feature", ["received", "class_row"])
 @torch.no_grad()
 def test_aht_by_attention(feature: str) -> None:
     """h = sigmoid(gamma f + beta) with f = -log(n a): a token that gets its fair share 1 / n has f = 0."""
-    model = wild("aht_merge", **PAPERS | {"feature": feature, "removal": "drop"})
+    model = randomised("aht_merge", **PAPERS | {"feature": feature, "removal": "drop"})
     model.policy.gamma.fill_(1.5), model.policy.beta.fill_(-1.0)
     out = model(pictures())
     for b, image in enumerate(pictures()):
@@ -38,7 +38,7 @@ def test_aht_by_attention(feature: str) -> None:
 @pytest.mark.parametrize("context", ["mean", "class", "none"])
 @torch.no_grad()
 def test_aht_planner_context_and_width(context: str) -> None:
-    model = wild("aht", planner_context=context, planner_width=0.25, planner_blocks=(1,))
+    model = randomised("aht", planner_context=context, planner_width=0.25, planner_blocks=(1,))
     model.policy.beta.fill_(-30.0)  # nobody halts before the stage
     planner = model.policy.planners["1"]
     assert planner.hidden.weight.shape == (6, 24 if context == "none" else 48)
@@ -57,7 +57,7 @@ def test_aht_planner_context_and_width(context: str) -> None:
 @torch.no_grad()
 def test_avit_by_a_network_a_layer() -> None:
     """D -> D / 2 -> 1 with GELU, its own in every layer; late halting at first; no scores of halted rows to ask for."""
-    model = wild("avit", gate="network")
+    model = randomised("avit", gate="network")
     scores = model(pictures(), layout="masked").trace.fact("scores")
     for b, image in enumerate(pictures()):
         block, network = model.vit.blocks[0], model.policy.networks[0]

@@ -1,4 +1,4 @@
-"""A ViT on the rows of one image, in pieces and without any of our code: what the methods are compared with."""
+"""A ViT on the rows of one image, in pieces and without the package's code: what policies are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.models import randomise, tiny
 
 
-def wild(policy: str, kind: str = "class", seed: int = 0, **given: Any) -> Any:
+def randomised(policy: str, kind: str = "class", seed: int = 0, **given: Any) -> Any:
     """A tiny model whose policy has random parameters, too."""
     model = tiny(policy, kind, seed=seed, **given)
     randomise(model.policy, seed + 1)
@@ -42,7 +42,7 @@ def whole(block: Any, rows: Tensor) -> Tensor:
     return mlp(block, attention(block, rows)[0])
 
 
-def said(vit: Any, rows: Tensor) -> Tensor:
+def logits_of(vit: Any, rows: Tensor) -> Tensor:
     """[n, D], class token first -> logits."""
     if vit.global_pool == "avg":
         return vit.head(vit.fc_norm(vit.norm(rows).mean(0)))
@@ -64,7 +64,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
-def alike(keys: Tensor, one: int, others: Sequence[int]) -> int:
+def most_similar(keys: Tensor, one: int, others: Sequence[int]) -> int:
     """The row among `others` whose key is most similar to that of `one`."""
     return max((j for j in others if j != one), key=lambda j: cosine(keys[one], keys[j]))
 
