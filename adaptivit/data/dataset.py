@@ -2,8 +2,8 @@
 
 A folder holds CLASS/*.jpg, or train/ and val/ (or test/) of that form. An .npz holds train_x, train_y and maybe
 test_x, test_y (or val_x, val_y), images as uint8 [n, h, w, 3] or [n, h, w], and maybe `classes`. The name `digits`
-stands for the embedded handwritten digits where there is no such file. Readers give labels as they find them; the task
-checks them and makes them its own.
+stands for the embedded handwritten digits if there is no such file. Readers give labels as they are stored; the task
+checks and encodes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBom
 def _turned(image: Image.Image) -> bool:
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
-    except Exception:  # a camera's faulty note does not make the picture unreadable
+    except Exception:  # faulty EXIF does not make the picture unreadable
         return False
 
 
@@ -143,8 +143,9 @@ def _opened(item: Any) -> Image.Image:
 
 
 def splits(path: str | Path, allow_corrupt: bool = False, task: str = tasks.DEFAULT) -> dict[str, Labelled]:
-    """All splits of the data, with labels checked by the task; a set without splits is called `all`. `allow_corrupt`
-    leaves damaged shards and samples out."""
+    """All splits, with labels checked by the task; a set without splits is called `all`.
+
+    allow_corrupt: leave damaged shards and samples out."""
     found = read(path, allow_corrupt)
     names = next(iter(found.values())).classes
     labels, classes = tasks.get(task).encode({split: part.labels for split, part in found.items()}, names, str(path))
@@ -152,12 +153,12 @@ def splits(path: str | Path, allow_corrupt: bool = False, task: str = tasks.DEFA
 
 
 def unlabelled(path: str | Path) -> dict[str, Labelled]:
-    """All splits of data whose labels do not matter, and in arrays need not be there."""
+    """All splits, without their labels, which arrays need not have."""
     return {split: replace(p, labels=[0] * len(p)) for split, p in read(path, labelled=False).items()}
 
 
 def read(path: str | Path, allow_corrupt: bool = False, labelled: bool = True) -> dict[str, Labelled]:
-    """All splits of the data with labels as they are stored; arrays need none where `labelled` is false."""
+    """All splits, with labels as they are stored; arrays need none if `labelled` is false."""
     from . import arrays, digits, hf_datasets, webdataset
 
     if str(path).startswith(hf_datasets.PREFIX):
@@ -209,17 +210,12 @@ def for_evaluation(path: str | Path, split: str, task: str = tasks.DEFAULT) -> L
 def _folders(path: Path) -> dict[str, Labelled]:
     """CLASS/*.jpg, or train/, val/ and test/ of that form."""
     inside = {SPLITS[name]: path / name for name in reversed(SPLITS) if (path / name).is_dir()}
-    found: dict[str, Labelled] = {
-        split: _folder(inside[split]) for split in ("train", "val", "test") if split in inside
-    }
-    if not found:
-        return {"all": _folder(path)}
-    first = next(iter(found.values()))
-    for split, labelled in found.items():
-        if labelled.classes != first.classes:
-            odd = sorted(set(labelled.classes) ^ set(first.classes))
+    found: dict[str, Labelled] = {s: _folder(inside[s]) for s in ("train", "val", "test") if s in inside}
+    classes = {split: set(part.classes) for split, part in found.items()}
+    for split, names in classes.items():
+        if odd := sorted(names ^ next(iter(classes.values()))):
             raise DataError(f"{path}: the splits have different classes ({split}: {', '.join(odd[:4])}).")
-    return found
+    return found or {"all": _folder(path)}
 
 
 def _folder(path: Path) -> Labelled:
@@ -265,7 +261,7 @@ class Sample:
 
 
 class Images(Dataset[Sample]):
-    """Decoded and transformed; what is random about a sample follows from (seed, epoch, index) alone."""
+    """Decoded and transformed images; their random numbers follow from (seed, epoch, index) alone."""
 
     def __init__(self, labelled: Labelled, transform: Callable[[Image.Image], Tensor], seed: int | None = None) -> None:
         self.labelled, self.transform, self.seed, self.epoch = labelled, transform, seed, 0
@@ -298,7 +294,7 @@ class Loaded:
     unreadable: list[int]
 
     def pin_memory(self) -> Loaded:
-        """The loader asks for it: from there a GPU fetches the images by itself, and the host does not wait."""
+        """Called by the loader: a GPU copies from pinned memory while the host goes on."""
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
