@@ -61,7 +61,7 @@ def met(model: Any, images: Tensor) -> float:
 @pytest.mark.parametrize("case", [*SHIFTS, *COUNTS])
 @torch.no_grad()
 def test_curves(case: str) -> None:
-    """They fall, from nobody leaving to the least that the policy can do, and are what the images cost."""
+    """They fall, from no token leaving to the least that the policy can do, and are what the images cost."""
     model = calibrated(case)
     curve: Calibration = model.calibration
     assert all(a.macs > b.macs for a, b in itertools.pairwise(curve.points))
@@ -480,7 +480,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where images differ in cost, as many as 2 % need, and a note with their number where there are not so many."""
+    """Where images differ in cost: as many as 2 % need, and a note where there are too few."""
     for name, value in (("FIRST", 8), ("LEAST", 12), ("MOST", 40)):
         monkeypatch.setattr(calibrate, name, value)
     torch.manual_seed(0)

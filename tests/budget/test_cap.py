@@ -1,4 +1,4 @@
-"""max_macs: no image costs more, whatever it shows; all layouts agree; whoever stays below by itself is not touched."""
+"""max_macs: no image costs more, on every layout, and images below the limit do not change."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_image_below_the_limit_is_not_touched(point: str, blocks: tuple[int, 
 
 @torch.no_grad()
 def test_what_is_left_is_spread_over_the_blocks() -> None:
-    """An image that nobody leaves by itself: as many tokens to the end as can be paid, and one more could not."""
+    """An image that no token would leave: as many tokens to the end as can be paid, and one more could not."""
     model = tiny("aht", beta=-100.0)
     free = model(pictures())
     assert (free.trace.live == 17).all()
@@ -125,7 +125,7 @@ def test_those_nearest_to_halting_leave() -> None:
 @pytest.mark.parametrize("case", ["avit", "act", "pondernet"])
 @torch.no_grad()
 def test_halting_mass_still_sums_to_one(case: str) -> None:
-    """Whoever has to leave halts, so the readout is a mean still."""
+    """Tokens that have to leave halt, so the readout is a mean still."""
     name, more = CASES[case]
     model = tiny(name, **({"bias": -9.0} if name == "act" else more | {"gate_center": 9.0}))
     out = model(pictures(), max_macs="-40%")

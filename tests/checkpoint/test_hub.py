@@ -1,4 +1,4 @@
-"""The Hub, tried against a small server on loopback that speaks as much of its protocol as the real client asks for."""
+"""The Hub, against a small server on loopback that speaks what the real client needs."""
 
 from __future__ import annotations
 

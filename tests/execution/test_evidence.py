@@ -1,4 +1,4 @@
-"""Looking is paid for where it is asked for: attention stays fused in every block, whoever looks at another one."""
+"""Looking is paid for where it is asked for: attention stays fused in every block."""
 
 from __future__ import annotations
 

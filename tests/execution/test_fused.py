@@ -183,7 +183,7 @@ def test_when_rows_move_changes_nothing(case: str) -> None:
 @here
 @pytest.mark.parametrize("case", ["static", "aht", "aht_merge, by fc1", "fold", "amod", "dynamicvit"])
 def test_an_answer_is_the_callers_own(case: str) -> None:
-    """Masks of everybody, and zeros, are constants that are kept: whoever writes to an answer does not write to those,
+    """Masks of all tokens, and zeros, are constants that are kept: writing to an answer does not change them,
     nor does a pass."""
     model, images = make(case).eval(), images_of()
     layout = "packed" if model.explain_layout().startswith("packed") else "gathered"
@@ -422,7 +422,7 @@ def test_a_captured_answer_has_the_figures_of_its_images(case: str) -> None:
 
 @here
 def test_a_captured_call_and_its_record() -> None:
-    """All of `Captured` but the graph itself, in place of which the pass runs again."""
+    """All of `Captured` but the graph itself: the pass runs again in its place."""
     model, images = make("aht"), images_of()
     captured = cuda_graph.Captured.__new__(cuda_graph.Captured)
     pattern = run(model, images, "packed", True)

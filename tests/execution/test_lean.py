@@ -1,4 +1,4 @@
-"""Blocks in place on a CPU: the same as timm's modules, and nobody else's tensors change."""
+"""Blocks in place on a CPU: the same as timm's modules, and no other tensors change."""
 
 from __future__ import annotations
 

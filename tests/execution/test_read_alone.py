@@ -1,4 +1,4 @@
-"""After the last attention nobody hears of the patches, where the head reads a class token: they are left out."""
+"""After the last attention patches are left out where the head reads a class token alone."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_budgets_that_cut_some_images() -> None:
 
 
 class Watching(Static):
-    """Keeps what it sees, as lean.py lets nobody do without a copy, and looks at the end."""
+    """Keeps what it sees, as cpu.py allows with a copy alone, and looks at the end."""
 
     keeps_prefix = True
 

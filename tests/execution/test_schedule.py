@@ -52,7 +52,7 @@ def measured(draw: st.DrawFn) -> Times:
 @given(falling(), measured())
 def test_no_other_choice_is_faster(live: list[float], times: Times) -> None:
     moves = choose(live, times)
-    blocks = range(len(live) - 1)  # after the last block nobody needs rows
+    blocks = range(len(live) - 1)  # after the last block no rows are needed
     assert moves <= set(blocks)
     every = (chosen for n in range(len(live)) for chosen in itertools.combinations(blocks, n))
     best = min(seconds(live, chosen, times) for chosen in every)

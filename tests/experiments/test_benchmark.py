@@ -368,7 +368,7 @@ def test_help_without_torch() -> None:
 
 
 def test_the_fastest_way_to_run_static_is_taken_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three modes, one of which fails."""
+    """Three modes; one fails."""
 
     def checked(mode: str, at: Any) -> benchmark.Checked:
         if mode == "broken":

@@ -261,7 +261,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """As finished as they were, but for those that others start from, whose weights are not there."""
     place = ROOT / "docs" / "results" / "raw" / "cifar100-main"
     monkeypatch.chdir(tmp_path)
-    weights = Path("runs/deit_tiny_patch16_224.safetensors")  # rows are known by this name; nobody reads it
+    weights = Path("runs/deit_tiny_patch16_224.safetensors")  # rows are known by this name; it is not read
     weights.parent.mkdir()
     weights.touch()
     words = [sys.executable, str(ROOT / "benchmarks" / "restore_rows.py")]

@@ -1,4 +1,4 @@
-"""What a sweep may search over: every mistake is said in one line, and a point is a configuration; recipe files."""
+"""What a sweep may search over: every mistake is one line, and a point is a configuration; recipe files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_point_becomes_a_configuration() -> None:
     assert (made.epochs, made.loss.kl) == (2, "target_actual")
     assert (
         made.policy == "aht:beta=-3.0,threshold=0.9,planner_blocks=3+6,straight_through=false"
-    )  # what was said stays said
+    )  # what was given stays
     assert total(axes, "grid", None, 20) == 12
     assert apply(BASE, {"policy": "avit", "policy.gate_center": 3.5}).policy == "avit:gate_center=3.5"
     assert apply(BASE, {"weights": "none", "optim.lr": "1e-3"}).optim.lr == 1e-3

@@ -72,7 +72,7 @@ def test_when_all_fail_the_reason_is_said(tmp_path: Path, fake: Any, monkeypatch
 def test_an_interrupted_trial_is_run_again(
     tmp_path: Path, fake: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
-    """By Ctrl-C, and by a death that could tell nobody."""
+    """By Ctrl-C, and by a death without a word."""
     wanted = config(tmp_path, "optim.lr=1e-4|3e-4|1e-3", method=method, trials=3)
     begun: list[float] = []
 
@@ -121,7 +121,7 @@ def test_those_who_share_a_directory_share_the_trials(
     def work() -> None:
         try:
             search(config(tmp_path, "optim.lr=1e-5..1e-3:log", method=method, trials=8))
-        except BaseException as error:  # a thread's exception is nobody's
+        except BaseException as error:  # an exception of a thread ends nothing
             errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(2)]

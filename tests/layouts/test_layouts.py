@@ -236,7 +236,7 @@ def test_evidence(make: type[Layout], case: str) -> None:
 @every
 @pytest.mark.parametrize("case", CASES)
 def test_nearest(make: type[Layout], case: str) -> None:
-    """The most similar other token out of a set, by cosine; nobody where there is none."""
+    """The most similar other token out of a set, by cosine; none from an empty set."""
     layout, weight = settled(make, case)
     keys, among = noise(B, N, 3, seed=6), noise(B, N, seed=7) > 0
     among[3] = False

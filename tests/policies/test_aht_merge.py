@@ -30,7 +30,7 @@ def test_tokens_halt_in_the_halting_blocks_alone() -> None:
     assert (live[2] == 0).all()  # already in this block's MLP
     assert (out.trace.attended[2, :, 1:].sum(-1) == live[1]).all()
     looked = {s.present.sum() for s in out.added_macs}
-    assert len(out.added_macs) == 2  # attention and similarity, in block 3 alone: nobody is asked in the last
+    assert len(out.added_macs) == 2  # attention and similarity, in block 3 alone: none are needed in the last
     assert looked
 
 
@@ -87,7 +87,7 @@ def test_training_starts_at_the_budget(gamma: float) -> None:
     out = model(images)
     assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.7, abs=0.03)
     assert model.policy.beta.shape == model.policy.gamma.shape == (6,)
-    left = out.trace.updated[:, :, 1:].float().sum((1, 2))[:-1]  # nobody is asked in the last block
+    left = out.trace.updated[:, :, 1:].float().sum((1, 2))[:-1]  # none are needed in the last block
     shares = left[1:] / left[:-1]
     assert shares.min() > 0.35  # a share of the patches leaves in every layer, not all of them in one
     if gamma == 30.0:  # the same share, where gates are so sharp that scores do not add up over layers

@@ -134,7 +134,7 @@ def test_ponder(run: Any) -> None:
 
 @pytest.mark.parametrize("threshold", [1.0, 2.0])
 def test_ponder_gradient(threshold: float) -> None:
-    """d rho / d h_l = -1 / T for l < N_k and 0 elsewhere, divided by the number of tokens."""
+    """Before N_k, d rho / d h_l is -1 / T over the number of tokens; later, 0."""
     _, out = aht(threshold=threshold, beta=0.0)
     trace, scores = out.trace, out.trace.fact("scores")
     halting = adaptivit.policies.halting.Halting(trace.fact("halts"), threshold, 0.01, 0.25)
@@ -295,7 +295,9 @@ def test_other_terms() -> None:
 
 
 def test_gradient_of_key_weights() -> None:
-    """d out_i / d w_j = exp(s_ij) / Z_i (v_j - out_i), for absent keys (w_j = 0) as well, whose share is held at 1."""
+    """Absent keys (w_j = 0) have a gradient too, with their share held at 1.
+
+    d out_i / d w_j = exp(s_ij) / Z_i (v_j - out_i)."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 5, 3, generator=g) for _ in range(3))
     weight = torch.tensor([[1.0, 0.0, 2.5, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0, 0.5]], requires_grad=True)
@@ -322,7 +324,7 @@ def test_own_weight_without_a_gradient() -> None:
     g = torch.Generator().manual_seed(1)
     q, k, v, up = (torch.randn(2, 2, 5, 3, generator=g, dtype=torch.float64) for _ in range(4))
     decision = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 1.0]], requires_grad=True)
-    keep = decision.detach()[:, None, :, None] > 0  # rows of dropped tokens are frozen: nobody reads them
+    keep = decision.detach()[:, None, :, None] > 0  # rows of dropped tokens are frozen: nothing reads them
     out = attention.weighted(q.float(), k.float(), v.float(), decision, own=False)
     (grad,) = torch.autograd.grad((out * keep * up.float()).sum(), decision)
     p = decision.detach().double().requires_grad_()

@@ -120,7 +120,7 @@ def test_early_exits(rule: str, patience: int, kind: str) -> None:
 @pytest.mark.parametrize("policy", ["confidence", "similarity", "pondernet"])
 @torch.no_grad()
 def test_asked_for_every_exit_speaks(policy: str) -> None:
-    """Whatever the threshold, nobody leaves while all exits are wanted; the loss is the mean over blocks and images."""
+    """Whatever the threshold, no token leaves while all exits are wanted; the loss is their mean over images."""
     model = tiny(policy, **({"gate_center": -100.0} if policy == "pondernet" else {"threshold": 0.01}))
     out, targets = model(IMAGES, aux=("exits",)), torch.tensor([3, 1, 4, 1, 5, 9])
     assert (out.trace.depth == L).all()

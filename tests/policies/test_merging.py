@@ -187,7 +187,9 @@ def test_fold(kind: str, given: dict[str, Any], left: list[int]) -> None:
 
 
 def cost(left: list[int], stages: list[int], column: bool) -> float:
-    """MACs of the tiny backbone (16 patches of 3 x 8 x 8, 6 blocks, width 24, 3 heads, 10 classes), by hand."""
+    """MACs of the tiny backbone by hand.
+
+    16 patches of 3 x 8 x 8, 6 blocks, width 24, 3 heads, 10 classes."""
     total, here = 16 * 192 * 24 + 24 * 10, 17
     for layer, n in enumerate(left):
         total += here * 4 * 24 * 24 + 2 * here * here * 24 + (n + 1) * 2 * 24 * 96

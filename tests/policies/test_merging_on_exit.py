@@ -38,7 +38,7 @@ def fold(x: Tensor, size: list[float], keys: Tensor, leaving: list[int], stay: l
 @pytest.mark.parametrize("beta", [-1.5, -0.5, 20.0])
 @torch.no_grad()
 def test_aht(beta: float) -> None:
-    """Patches halt as always, by a cumulative score; at beta = 20 all at once, and they join nobody."""
+    """Patches halt as always, by a cumulative score; at beta = 20 all at once, and they join no other."""
     model = randomised("aht_merge", **PAPERS | {"beta": beta})
     with torch.no_grad():
         model.policy.beta.fill_(beta), model.policy.gamma.fill_(1.0)
@@ -128,7 +128,7 @@ def test_dynamicvit(keep: float) -> None:
 )
 @torch.no_grad()
 def test_sizes_are_conserved_by_who_finds_somebody(policy: str, given: dict[str, Any]) -> None:
-    """The sizes of the tokens left add up to those that were there, less those that joined nobody."""
+    """The sizes of the tokens left add up to those that were there, less those that joined no other."""
     model = randomised(policy, **given | ({"removal": "merge"} if policy in ("avit", "dynamicvit") else {}))
     steps = [s.decision for s in model(pictures()).trace.steps if isinstance(s.decision, Merge)]
     assert steps

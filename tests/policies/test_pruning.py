@@ -49,7 +49,7 @@ def gumbels(seed: int, stages: int) -> list[Tensor]:
 def authors(
     model: Any, image: Tensor, b: int, noise: list[Tensor], decision: Any = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Training as the public code has it: nobody is removed, and the softmax has a policy. Returns rows, decisions.
+    """Training as the public code has it: no token is removed, and the softmax has a policy. Returns rows, decisions.
 
     A hard decision has the gradient of its Gumbel softmax.
     """
@@ -99,8 +99,8 @@ def test_dynamicvit_training(seed: int) -> None:
 
 @pytest.mark.parametrize("stage", [5, 2])
 def test_dynamicvit_gradient_is_the_public_codes(stage: int) -> None:
-    """Before the last block, where frozen rows of dropped patches differ from updated ones for nobody; and earlier, if
-    nobody is dropped and a token's attention to itself must not count."""
+    """Before the last block, where frozen rows of dropped patches make no difference; and earlier, if
+    no token is dropped and a token's attention to itself must not count."""
     model = randomised("dynamicvit", blocks=(stage,)).train()
     with torch.no_grad():
         model.vit.blocks[5].attn.qkv.weight[:48] *= 0.3  # small logits: no dropped key's share is held at 1
@@ -189,7 +189,7 @@ def test_evit(fuse: bool, kind: str) -> None:
 @pytest.mark.parametrize("keep", [1.0, 0.97])
 @torch.no_grad()
 def test_evit_that_keeps_all_is_static(keep: float) -> None:
-    """ceil(0.97 16) = 16: nobody leaves and nobody fuses."""
+    """ceil(0.97 16) = 16: no token leaves or is fused."""
     model = randomised("evit", keep=keep)
     out = model(pictures())
     assert_close(out.logits, model.vit(pictures()))
@@ -220,7 +220,7 @@ def test_evit_keep_rate_falls_with_the_epochs() -> None:
 
 
 def test_evit_fused_patch_passes_a_gradient_to_its_weights() -> None:
-    """The fused patch's weights are attention: queries of the class token hear of it."""
+    """The fused patch's weights are attention: queries of the class token get its gradient."""
     model = randomised("evit", blocks=(4,)).train()
     model(pictures()).logits.pow(2).sum().backward()
     through = model.vit.blocks[4].attn.qkv.weight.grad.clone()

@@ -115,7 +115,7 @@ def test_the_task_reaches_a_router_through_its_gate_alone(gate: str) -> None:
 )
 @torch.no_grad()
 def test_amod(given: dict[str, Any], blocks: tuple[int, ...]) -> None:
-    """The score is the column mean of the attention of the last dense block, also for routed blocks in a row."""
+    """The score is the column mean of the last dense block's attention, also for routed blocks in a row."""
     model = randomised("amod", **given)
     gate = "raw" if given.get("multiply") else "none"
 

@@ -39,7 +39,7 @@ def test_aht_by_attention(feature: str) -> None:
 @torch.no_grad()
 def test_aht_planner_context_and_width(context: str) -> None:
     model = randomised("aht", planner_context=context, planner_width=0.25, planner_blocks=(1,))
-    model.policy.beta.fill_(-30.0)  # nobody halts before the stage
+    model.policy.beta.fill_(-30.0)  # no token halts before the stage
     planner = model.policy.planners["1"]
     assert planner.hidden.weight.shape == (6, 24 if context == "none" else 48)
     plan = model(pictures(), aux=("plan",)).trace.fact("plan")[0]

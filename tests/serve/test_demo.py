@@ -235,7 +235,7 @@ def test_the_page(width: int, scheme: str, browser: Any, live: Running) -> None:
     page.locator("#block").focus()
     page.keyboard.press("Home")
     assert text("now") == "Block 1 of 6 · 64 of 64 patches"
-    assert shown.pixels() == full  # nobody has left yet
+    assert shown.pixels() == full  # no token has left yet
     page.get_by_label("Next block").click()
     page.keyboard.press("End")
     for _ in range(4):

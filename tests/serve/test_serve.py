@@ -268,7 +268,7 @@ def test_the_queue_is_all_or_nothing_and_closing_finishes_it(model: Any) -> None
     assert not batcher.alive
     assert first[0].done()
     assert more[0].done()
-    assert sum(map(len, batcher.batches)) == 2  # nobody waits for the third
+    assert sum(map(len, batcher.batches)) == 2  # the third is not waited for
 
 
 def test_a_budget_that_does_not_hold_here_is_said_at_the_start() -> None:

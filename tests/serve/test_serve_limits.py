@@ -287,7 +287,7 @@ def closed(line: socket.socket) -> float:
 
 
 def test_nobody_holds_a_connection_for_nothing(model: Any) -> None:
-    """Silent ones, heads that come byte by byte, and answers that nobody fetches; while requests go on."""
+    """Silent ones, heads that come byte by byte, and answers that are not fetched; while requests go on."""
     with slow(model, timeout=1.5) as one:
         one.go.set()
         place = ("127.0.0.1", one.found.port)
@@ -306,7 +306,7 @@ def test_nobody_holds_a_connection_for_nothing(model: Any) -> None:
             assert line.recv(65536).startswith(b"HTTP/1.1 200")
             line.sendall(b"GET /hea")
             closed(line)
-        with socket.socket() as line:  # more answers than the buffers hold, and nobody reads
+        with socket.socket() as line:  # more answers than the buffers hold, and none are read
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.connect(place)
             line.settimeout(1)

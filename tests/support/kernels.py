@@ -23,7 +23,7 @@ NAN_WARNINGS = [
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels run, on a CPU too, and memory that nobody has written holds NaN (or a number far out of range)."""
+    """The kernels run, on a CPU too, and unwritten memory holds NaN (or a number far out of range)."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **more: Any) -> Tensor:

@@ -18,7 +18,7 @@ KINDS = (*KINDS, "merge", "merge_nowhere", "merge_unsized")
 
 
 def merging(seed: int, live: Tensor, *, equal: bool = False, nowhere: bool = False, sized: bool = True) -> Merge:
-    """Random tokens fold into other live ones, or into nobody; with `equal` as many in every image."""
+    """Random tokens fold into other live ones, or nowhere; with `equal` as many in every image."""
     g = torch.Generator().manual_seed(seed)
     into = torch.arange(live.shape[1]).repeat(len(live), 1)
     for b, alive in enumerate(live):

@@ -54,7 +54,7 @@ def test_the_tables_are_the_log(out: Path) -> None:
 
 
 def test_live_tokens_of_training_are_those_of_the_output(out: Path) -> None:
-    """Everybody enters the first block; from then on nobody comes back."""
+    """All tokens enter the first block; from then on none comes back."""
     for record in (r for r in log(out) if r["kind"] == "train"):
         live = record["live"]
         assert len(live) == 6

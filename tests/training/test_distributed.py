@@ -31,7 +31,7 @@ PLAIN = ("--augment.kind", "none", "--optim.lr", 1e-3, "--optim.clip-grad", 0)
 def torchrun(
     *words: Any, options: tuple[Any, ...] = (), processes: int = 2, meanwhile: Callable[[Any], None] | None = None
 ) -> tuple[int, str, str]:
-    """torchrun; all of its processes end with this call. Returns its code and what it said."""
+    """torchrun; all of its processes end with this call. Returns its code and its output."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
     start += options or ("--master-port", free_port())
     if options and "--rdzv-endpoint" not in options:

@@ -112,7 +112,7 @@ MOMENTS += [("curves.png", 1), ("model.safetensors", 4), ("model", 1), ("environ
 
 
 def deadly(name: str, time: int) -> None:
-    """Kill this process just before a file or directory of this name is moved to its place for the nth time."""
+    """Kill this process just before a file or directory is moved to this name the nth time."""
     replace, count = os.replace, 0
 
     def move(source: Any, target: Any) -> None:

@@ -84,7 +84,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], bound: floa
 
 @pytest.mark.parametrize("name", TERMS)
 def test_a_loss_of_parts_is_the_loss_of_the_whole(name: str) -> None:
-    """Parts of 1, 2 and 3 images that add up their sums have the loss and the gradient of all six."""
+    """Parts of 1, 2 and 3 images, summed, have the loss and the gradient of all six."""
     policy, settings, term = TERMS[name]
     model, wanted = tiny(policy, more={"depth": 4}, **settings).train(), Objective({"it": (1.0, term)})
     images, targets = pictures(6), torch.arange(6)
@@ -115,7 +115,7 @@ def test_a_loss_of_parts_is_the_loss_of_the_whole(name: str) -> None:
         losses, got = learnt(parts, [Whole(1, images=torch.tensor(6.0))] * 3)
         assert sum(losses) == pytest.approx(loss, rel=1e-5)
         assert_same(expected, got)
-    _, thrice = learnt(parts, [Whole(3, total)] * 3)  # whoever averages over three gets it back
+    _, thrice = learnt(parts, [Whole(3, total)] * 3)  # the mean over three gets it back
     assert_same({k: 3 * v for k, v in expected.items()}, thrice)
     assert any(float(v.abs().max()) > 0 for v in expected.values()), "a gradient of nothing proves nothing"
 
@@ -245,7 +245,7 @@ def test_a_share_without_any_image_counts_for_nothing(parts: int) -> None:
     losses, _ = one.step(nothing, 0, 4, [0, 1, 2, 3], seen)
     assert float(losses.terms["task"]) == 0
     assert float(seen.sums["images"]) == 0
-    # the budget of no image is a number all the same, but nobody learns from it
+    # the budget of no image is a number all the same, but nothing learns from it
     assert all(torch.equal(v, before[k]) for k, v in one.model.state_dict().items())
 
 
