@@ -175,7 +175,7 @@ def test_notes_cannot_overrule_the_model(tmp_path: Path) -> None:
 
 # -- what is asked beside a directory --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("policy", "stored", "asked", "said"),
+    ("policy", "stored", "asked", "message"),
     [
         (
             "aht",
@@ -192,9 +192,11 @@ def test_notes_cannot_overrule_the_model(tmp_path: Path) -> None:
         ("dynamicvit", {}, {"blocks": (2,)}, "blocks=None, but blocks="),
     ],
 )
-def test_settings_that_the_weights_contradict(policy: str, stored: Any, asked: Any, said: str, tmp_path: Path) -> None:
+def test_settings_that_the_weights_contradict(
+    policy: str, stored: Any, asked: Any, message: str, tmp_path: Path
+) -> None:
     tiny(policy, **stored).save_pretrained(tmp_path / "saved")
-    with pytest.raises(WeightsError, match=said):
+    with pytest.raises(WeightsError, match=message):
         adaptivit.create(TINY, policy, weights=tmp_path / "saved", **asked)
     adaptivit.create(TINY, policy, weights=tmp_path / "saved", **stored)
 
@@ -392,13 +394,13 @@ def test_nothing_runs_or_is_fetched(saved: Path, tmp_path: Path, monkeypatch: An
     adaptivit.load(saved)
     assert not (tmp_path / "exploded").exists()
     config = json.loads((saved / "config.json").read_text())
-    for backbone, said in (
+    for backbone, message in (
         ({"name": "vit_tiny_patch16_224", "changes": {"pretrained": True}}, "Damaged"),
         ({"name": "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", "changes": {}}, "Unknown timm model"),
         ({"name": "resnet18", "changes": {}}, "VisionTransformer"),
     ):
         rewrite(saved, **config | {"backbone": backbone})
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             adaptivit.load(saved)
 
 
@@ -461,8 +463,8 @@ def test_the_card_shows_where_tokens_stopped(images: str, tmp_path: Path) -> Non
 
 def test_wrong_pictures_are_named_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    for images, said in (([tmp_path / "bad.png"], r"bad\.png"), ([tmp_path / "no.png"], r"no\.png"), ([7], "7")):
-        with pytest.raises(DataError, match=said):
+    for images, message in (([tmp_path / "bad.png"], r"bad\.png"), ([tmp_path / "no.png"], r"no\.png"), ([7], "7")):
+        with pytest.raises(DataError, match=message):
             tiny().save_pretrained(tmp_path / "saved", images=images)
     for images in ([], "sample", 7):
         with pytest.raises(UserError, match="images: expected a list of pictures"):
