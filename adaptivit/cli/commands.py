@@ -23,7 +23,8 @@ from ..data.gpu_pipeline import evaluation_images
 from ..errors import UserError
 from ..evaluation import evaluate as evaluation
 from ..evaluation import predict as prediction
-from ..evaluation.model_config import ModelConfig, build, names_of
+from ..evaluation.model_config import ModelConfig
+from ..evaluation.named_model import build, names_of
 from ..experiments.benchmark.config import BenchmarkConfig
 from ..experiments.calibrate_config import CalibrateConfig
 from ..experiments.compare.config import CompareConfig

@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 
 from ..errors import UserError
-from ..evaluation.model_config import build, names_of
+from ..evaluation.named_model import build, names_of
 from ..factory import load
 from ..model import AdaptiveViT
 from ..utils.hardware import device_of
