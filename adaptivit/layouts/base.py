@@ -5,7 +5,7 @@ Shapes: B images, N slots, D width, H heads, d head width; R stands for a layout
 `rows` [R, D] directly, so every layout runs the very same arithmetic on a token, wherever it is stored.
 
 A layout never knows which method decides. When to move rows is its own affair: a token that has left is frozen
-and has weight 0, so that its physical removal changes nothing (the laws in tests/layouts/test_layouts.py).
+and has weight 0, so that its physical removal changes nothing (proved in tests/layouts/test_layouts.py).
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from adaptivit.decision import Trace
 from adaptivit.errors import UserError
 from adaptivit.execution import cuda_graph, row_schedule, select, triton
 from adaptivit.kernels import launch, ragged_attention
-from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, PackedOnDevice, RowSchedule
+from adaptivit.layouts import PackedOnDevice, RowSchedule
 from adaptivit.model import AdaptiveViT
 from adaptivit.output import Output
-from tests.layouts import test_layouts as laws
 from tests.support.fused import (
     CONFIG,
     HALTING,
@@ -225,35 +224,6 @@ def test_what_a_supervisor_reads(feature: str) -> None:
     randomise(model.vit)
     output = check(model.to(DEVICE), images_of())
     assert not output.trace.attended.all()
-
-
-@here
-@pytest.mark.skipif(ON_GPU, reason="the laws are about tensors on a CPU")
-@pytest.mark.parametrize("case", laws.CASES)
-@pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, Gathered, GatheredOnDevice])
-@torch.inference_mode()
-def test_laws_of_the_layouts(layout: type[Layout], case: str) -> None:
-    """As in test_layouts.py, with the kernels."""
-    launch.on_cpu = True
-    laws.test_attend(layout, case)
-    laws.test_evidence(layout, case)
-    laws.test_nearest(layout, case)
-
-
-@here
-@pytest.mark.skipif(ON_GPU, reason="the laws are about tensors on a CPU")
-@pytest.mark.parametrize("layout", [PackedOnDevice, laws.Still, GatheredOnDevice])
-@torch.inference_mode()
-def test_laws_of_moving(layout: type[Layout]) -> None:
-    launch.on_cpu = True
-    laws.test_drop_freezes_and_hides(layout)
-    laws.test_value_of_who_sits_out(layout)
-    laws.test_leading_reads_the_first_slots(layout)
-    laws.test_remaining_are_the_live_tokens_in_order(layout)
-    for gated in (False, True):
-        laws.test_sit_out_and_come_back(layout, gated)
-    for kind in ("sized", "unsized", "nowhere"):
-        laws.test_merge_is_a_scaled_sum(layout, kind)
 
 
 # -- what they do not run -------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Laws of the layouts: each operation against a literal loop. Sequences of answers are in test_sequences.py."""
+"""Each operation of every layout against a literal loop. Sequences of decisions are in test_sequences.py."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 from adaptivit.decision import Drop, Merge, Skip
 from adaptivit.errors import UserError
 from adaptivit.execution.torch import added
+from adaptivit.kernels import launch
 from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed, PackedOnDevice
+from tests.support.fused import WARNINGS
+from tests.support.interpreter import ON_GPU, here
 from tests.support.layouts import Still
 from tests.support.models import assert_close
 from tests.support.traces import choice, merging
@@ -70,7 +74,7 @@ def test_drop_freezes_and_hides(make: type[Layout]) -> None:
 
 @every
 @pytest.mark.parametrize("gated", [False, True])
-def test_sit_out_and_come_back(make: type[Layout], gated: bool) -> None:
+def test_skip_and_unskip(make: type[Layout], gated: bool) -> None:
     x, left = noise(B, N, D), some(make, 1, 0.2)
     sitting = some(make, 2, live=~left)
     gate = noise(B, N, seed=3) if gated else None
@@ -96,7 +100,7 @@ def test_sit_out_and_come_back(make: type[Layout], gated: bool) -> None:
 
 
 @every
-def test_value_of_who_sits_out(make: type[Layout]) -> None:
+def test_value_of_skipped_tokens(make: type[Layout]) -> None:
     """A share taken between attention and MLP must see the tokens that sit the block out, too."""
     x = noise(B, N, D)
     for read in (1, 2, N):
@@ -255,7 +259,7 @@ def test_nearest(make: type[Layout], case: str) -> None:
 
 
 @every
-def test_remaining_are_the_live_tokens_in_order(make: type[Layout]) -> None:
+def test_alive_rows_are_in_order(make: type[Layout]) -> None:
     x, left = noise(B, N, D), some(Gathered, 1, 0.5)
     layout = make(x, N)
     layout.apply(Drop(left), "after")
@@ -263,7 +267,7 @@ def test_remaining_are_the_live_tokens_in_order(make: type[Layout]) -> None:
 
 
 @every
-def test_leading_reads_the_first_slots(make: type[Layout]) -> None:
+def test_head_rows_are_the_first_slots(make: type[Layout]) -> None:
     x, left = noise(B, N, D), some(make, 1)
     merge = merging(5, ~left, equal=make in EQUAL)
     last = some(make, 4, live=~left & (merge.target == torch.arange(N)))
@@ -291,3 +295,39 @@ def test_other_counts_are_refused_by_gathered(layout: type[Layout], operation: s
         even[:, 2] = True
         with pytest.raises(UserError, match=r"\(5\), got 6 to 6"):  # a promise that is not kept
             layout(noise(B, N, D), 1).apply(make(even, tokens_left=5), "before")
+
+
+# -- the same by kernels --------------------------------------------------------------------------------------------
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "on_cpu", True)
+
+
+def by_kernels(test: Any) -> Any:
+    for mark in (*WARNINGS, here, pytest.mark.usefixtures("kernels")):
+        test = mark(test)
+    return pytest.mark.skipif(ON_GPU, reason="these tensors are on a CPU")(test)
+
+
+@by_kernels
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", [PackedOnDevice, Still, Gathered, GatheredOnDevice])
+@torch.inference_mode()
+def test_attention_and_evidence_by_kernels(layout: type[Layout], case: str) -> None:
+    test_attend(layout, case)
+    test_evidence(layout, case)
+    test_nearest(layout, case)
+
+
+@by_kernels
+@pytest.mark.parametrize("layout", [PackedOnDevice, Still, GatheredOnDevice])
+@torch.inference_mode()
+def test_decisions_by_kernels(layout: type[Layout]) -> None:
+    test_drop_freezes_and_hides(layout)
+    test_value_of_skipped_tokens(layout)
+    test_head_rows_are_the_first_slots(layout)
+    test_alive_rows_are_in_order(layout)
+    for gated in (False, True):
+        test_skip_and_unskip(layout, gated)
+    for kind in ("sized", "unsized", "nowhere"):
+        test_merge_is_a_scaled_sum(layout, kind)
