@@ -22,7 +22,7 @@ from adaptivit.utils.atomic_io import write_text
 
 def hits(directory: Path, method: str, seed: int = 0) -> dict[int, bool]:
     """Image index -> whether the method was right."""
-    with np.load(directory / "correct" / f"{slug(method, seed)}.npz") as file:
+    with np.load(directory / "rows" / f"{slug(method, seed)}.npz") as file:
         return dict(zip(file["indices"].tolist(), file["correct"].tolist(), strict=True))
 
 

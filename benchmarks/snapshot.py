@@ -511,7 +511,8 @@ def cases_of_training(record: Record) -> None:
 
 
 def method_of(table: str, row: str) -> Any:
-    found = next((t for t in names.home("tables") if t.name == table), None)
+    tables = names.home("tables")
+    found = next((t for t in (tables.values() if isinstance(tables, dict) else tables) if t.name == table), None)
     rows = (row, names.TABLE_ROWS.get(row, row))
     run = next((r for r in found.runs if r.name in rows), None) if found else None
     if run is None:

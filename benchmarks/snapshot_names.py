@@ -20,7 +20,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "parse": ("policies.spec:parse", "settings:parse"),
     "launch": ("kernels.launch", "ops.kernels"),
     "recipe": ("training.recipes:get", "recipes:get"),
-    "tables": ("experiments.reproduce.tables:OURS", "reproduce.tables:OURS"),
+    "tables": ("experiments.reproduce.tables:TABLES", "experiments.reproduce.tables:OURS", "reproduce.tables:OURS"),
     "parse_method": ("training.methods:parse_method", "methods:parse_method"),
     "TrainConfig": ("training.config:TrainConfig", "config:TrainConfig"),
     "objective": (

@@ -187,7 +187,7 @@ def test_commands_parse(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def check(config: Any) -> None:
     """What a command looks at after parsing: policies, methods, axes of a sweep, rows of a table."""
-    from adaptivit.experiments.compare import plan as compare
+    from adaptivit.experiments.compare import run as compare
     from adaptivit.experiments.reproduce import plan as reproduce
     from adaptivit.experiments.sweep import space
     from adaptivit.policies.spec import parse as policy

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaptivit.experiments.reproduce import execute
-from adaptivit.experiments.reproduce import job as job_module
-from adaptivit.experiments.reproduce.plan import Job
-from adaptivit.utils.atomic_io import write_json
+from adaptivit.experiments.job import Job
+from adaptivit.experiments.reproduce import process
+from adaptivit.experiments.reproduce import run as execute
 from tests.support.tables import Done
 
 
@@ -34,15 +33,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def launch(job: Job, at_a_time: int) -> Done:
         names.append(job.name)
-        again = job_module.read(_spec(job))
+        again = process.read(process.save(job))
         assert again == job  # a job survives its way through a file
-        return Done(0 if job_module.run(again)["status"] == "ok" else 1)
+        return Done(0 if process.run(again)["status"] == "ok" else 1)
 
     monkeypatch.setattr(execute, "launch", launch)
     return names
-
-
-def _spec(job: Job) -> str:
-    path = job.row.with_suffix(".job")
-    write_json(path, job.to_json())
-    return str(path)

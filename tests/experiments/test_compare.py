@@ -18,11 +18,12 @@ import adaptivit
 from adaptivit.data import dataset
 from adaptivit.errors import UserError
 from adaptivit.evaluation.evaluate import Result, evaluate, paired_difference
+from adaptivit.experiments import measure, table
 from adaptivit.experiments.compare import run as compare
-from adaptivit.experiments.compare import table
 from adaptivit.experiments.compare.config import CompareConfig
-from adaptivit.experiments.compare.plan import plan, report_images
-from adaptivit.experiments.compare.results import COLUMNS, TRAINED_ON, Results
+from adaptivit.experiments.compare.run import plan
+from adaptivit.experiments.measure import report_images
+from adaptivit.experiments.store import COLUMNS, TRAINED_ON
 from adaptivit.factory import create, load
 from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.methods import slug
@@ -81,7 +82,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
         assert float(row["speed_masked"]) > 0
         assert (float(row["speed_compact"]) == 1) or method != "static"
     assert len({row["timed"] for row in rows.values() if row["status"] == "ok"}) == 1
-    assert {"results.csv", "results.md", "pareto.png", "compare.json", "correct", "runs"} <= files_of(out)
+    assert {"results.csv", "results.md", "pareto.png", "compare.json", "rows", "runs"} <= files_of(out)
     with Image.open(out / "pareto.png") as picture:
         assert picture.width > picture.height > 300
     text = (out / "results.md").read_text()
@@ -100,7 +101,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
             else UserError("no such stage")
         )
 
-    monkeypatch.setattr(compare, "fit", fit)
+    monkeypatch.setattr(measure, "fit", fit)
     before = {key: row for key, row in rows.items() if row["status"] == "ok"}
     assert run(*words, *methods, "aht", "--timing-repeats", 0) == 0
     assert capsys.readouterr().err.count("not run again") == 3
@@ -114,7 +115,7 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
     assert "lr (was 0.0001, now 0.5)" in line
     assert rows_of(out) == rows
     # a row without its images is run again
-    (out / "correct" / f"{slug('static', 0)}.npz").write_bytes(b"damaged")
+    (out / "rows" / f"{slug('static', 0)}.npz").write_bytes(b"damaged")
     run(*words, "--methods", "static", "--timing-repeats", 0)
     assert rows_of(out)["static", 0]["status"] == "failed"
 
@@ -160,7 +161,7 @@ def test_going_on_from_the_static_model(tmp_path: Path, small: Path, monkeypatch
         model.class_names = ["0", "1", "2"]
         model.save_pretrained(Path(training.out) / "model")
 
-    monkeypatch.setattr(compare, "fit", fit)
+    monkeypatch.setattr(measure, "fit", fit)
     rows = {row["method"]: row for row in compare.run(config)}
     assert list(rows) == ["static", TRAINED_ON, "avit"]
     assert [c.loss.distill for c in seen] == [0.0, 1.0, 1.0]
@@ -176,7 +177,7 @@ def test_an_interrupted_comparison_goes_on(
     tmp_path: Path, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("compare", "--data", small, "--out", tmp_path / "out", *TINY, "--epochs", 0, "--timing-repeats", 0)
-    real = compare.evaluate
+    real = measure.evaluate
     calls: list[str] = []
 
     def second_never_ends(model: adaptivit.AdaptiveViT, *given: Any, **more: Any) -> Result:
@@ -185,7 +186,7 @@ def test_an_interrupted_comparison_goes_on(
             raise KeyboardInterrupt
         return real(model, *given, **more)
 
-    monkeypatch.setattr(compare, "evaluate", second_never_ends)
+    monkeypatch.setattr(measure, "evaluate", second_never_ends)
     assert run(*words, "--methods", "avit", "aht") == 130
     assert "goes on" in capsys.readouterr().err
     assert [row["status"] for row in rows_of(tmp_path / "out").values()] == ["ok"]
@@ -207,20 +208,23 @@ def test_when_everything_fails_the_command_says_so(tmp_path: Path, small: Path, 
 def test_images_of_the_report_were_not_trained_on(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     np.savez(tmp_path / "a.npz", x=draw.integers(0, 255, (20, 8, 8, 3), dtype=np.uint8), y=np.arange(20) % 2)
-    config = CompareConfig(data=str(tmp_path / "a.npz"), methods=("avit",), val_split=0.25)
+    config = CompareConfig(data=str(tmp_path / "a.npz"), methods=("avit",), val_split=0.25, seeds=(5,))
     train, _ = dataset.for_training(config.data, 0.25, 5)
-    held = report_images(config, 5)
-    assert len(held) == 5
-    assert not {i.tobytes() for i in held.items} & {i.tobytes() for i in train.items}
-    assert len(report_images(replace(config, epochs=0), 5)) == 20
+
+    def held(**change: Any) -> Any:
+        return report_images(plan(replace(config, **change))[0])
+
+    assert len(held()) == 5
+    assert not {i.tobytes() for i in held().items} & {i.tobytes() for i in train.items}
+    assert len(held(epochs=0)) == 20
     with pytest.raises(UserError, match="test"):
-        report_images(replace(config, split="test"), 5)
+        held(split="test")
 
 
 def test_another_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="something else"):
-        Results(CompareConfig(data="digits", methods=("avit",), out=str(tmp_path)))
+        compare.run(CompareConfig(data="digits", methods=("avit",), out=str(tmp_path)))
     assert files_of(tmp_path) == {"config.json"}
 
 

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from adaptivit.errors import UserError
 from adaptivit.evaluation.timing import interleaved
-from adaptivit.experiments.compare import table
+from adaptivit.experiments import table
+from adaptivit.experiments.compare import run as compare
 from adaptivit.experiments.compare.config import CompareConfig
-from adaptivit.experiments.compare.results import COLUMNS
+from adaptivit.experiments.store import COLUMNS
 from adaptivit.factory import create
 from adaptivit.visualize.pareto import Point, below_axis, drawn, front, pareto
 
@@ -147,7 +148,7 @@ def test_the_table_fits_and_numbers_stay_whole() -> None:
     assert len(printed.strip().splitlines()) == 4 + len(rows)  # title, blank, head, rule
     assert "21,722" in printed
     assert "tome:r=12…13,inflection=0.5" in printed
-    assert "12+13+12+13+12+13+12+13+12+13+12+13" in table.markdown(rows, CompareConfig("d", methods=("avit",)))
+    assert "12+13+12+13+12+13+12+13+12+13+12+13" in compare.markdown(rows, CompareConfig("d", methods=("avit",)))
 
 
 def test_intervals_hold_at_the_ends() -> None:

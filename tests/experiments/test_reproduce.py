@@ -21,11 +21,11 @@ import torch
 from PIL import Image
 
 from adaptivit.evaluation.evaluate import paired_difference
-from adaptivit.experiments.compare.results import read_correct
-from adaptivit.experiments.reproduce import TABLES, Run, Table, execute, report
-from adaptivit.experiments.reproduce import job as job_module
-from adaptivit.experiments.reproduce.plan import Job, ReproduceConfig, plan
-from adaptivit.utils.atomic_io import write_json
+from adaptivit.experiments.job import Job
+from adaptivit.experiments.reproduce import TABLES, Run, Table, process, report
+from adaptivit.experiments.reproduce import run as execute
+from adaptivit.experiments.reproduce.plan import ReproduceConfig, plan
+from adaptivit.experiments.store import as_row
 from tests.support.commands import refused, run, static
 from tests.support.processes import begin, ended
 from tests.support.tables import (
@@ -40,6 +40,10 @@ from tests.support.tables import (
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Table:
     monkeypatch.setitem(TABLES, "tiny", TINY)
     return TINY
+
+
+def correct(job: Job) -> Any:
+    return job.rows.correct(job.key)
 
 
 def rows_of(where: Path) -> dict[tuple[str, int], dict[str, str]]:
@@ -70,7 +74,7 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
         if row["status"] == "ok":
             assert row["recipe"] == jobs[key].key
             assert int(row["epochs"]) == jobs[key].epochs == {"static": 2}.get(key[0], 4)
-            own, reference = (read_correct(jobs[name, key[1]].correct) for name in (key[0], "trained on"))
+            own, reference = (correct(jobs[name, key[1]]) for name in (key[0], "trained on"))
             assert own is not None
             assert reference is not None
             assert float(row["top1"]) == pytest.approx(own.score, abs=1e-3)
@@ -87,7 +91,7 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
     assert "Mean over the seeds" in text
     assert "- broken, seed 3, failed:" in text
     pair = next(line for line in text.splitlines() if line.startswith("| AHT-ViT | EViT |"))
-    both = [read_correct(jobs[name, seed].correct) for seed in (0, 3) for name in ("AHT-ViT", "EViT")]
+    both = [correct(jobs[name, seed]) for seed in (0, 3) for name in ("AHT-ViT", "EViT")]
     mean = sum(paired_difference(both[i], both[i + 1])[0] for i in (0, 2)) / 2  # type: ignore[arg-type]
     assert f"| 2 | {mean + 0.0:+.2f} ±" in pair
     for picture in ("pareto.png", "curves.png"):
@@ -96,7 +100,7 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
     with (tmp_path / "out" / "curves.csv").open(newline="") as file:
         points = list(csv.DictReader(file))
     assert {(p["method"], p["seed"], p["epoch"]) for p in points} >= {("EViT", "3", "1"), ("EViT", "3", "2")}
-    along = report._curves(replace(tiny, curves=("accuracy",), training=True), list(jobs.values()))
+    along = list(report._curves(replace(tiny, curves=("accuracy",), training=True), list(jobs.values())))
     assert along
     assert {(c.name, c.seed) for c in along} < {(j.name, j.seed) for j in jobs.values() if j.needs}
     assert all(0 < c.epochs[0] <= c.epochs[-1] <= 2 and min(c.values["accuracy"]) >= 0 for c in along)
@@ -115,7 +119,8 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
     assert {k: v for k, v in rows_of(tmp_path).items() if v["status"] == "ok"} == {
         k: v for k, v in rows.items() if v["status"] == "ok"
     }
-    jobs["EViT", 3].correct.write_bytes(b"damaged")
+    job = jobs["EViT", 3]
+    job.rows.path(job.key).with_suffix(".npz").write_bytes(b"damaged")
     launched.clear()
     assert run(*given, "--only", "EViT") == 0
     assert launched == ["EViT"]
@@ -173,7 +178,7 @@ def test_a_budget_is_calibrated_for_the_share(tmp_path: Path, small: Path, metho
     TABLES["knob"] = table
     try:
         (job,) = plan(ReproduceConfig(**given, work=str(tmp_path / "work"), set=("img_size=32", "batch_size=8")))
-        row = job_module.run(job)
+        row = process.run(job)
     finally:
         del TABLES["knob"]
     assert row["status"] == "ok", row["reason"]
@@ -185,7 +190,7 @@ def test_a_budget_is_calibrated_for_the_share(tmp_path: Path, small: Path, metho
 def test_a_budget_that_cannot_be_met_is_a_failed_row(tmp_path: Path, small: Path) -> None:
     jobs = planned("cifar100-main", data=str(small), weights=str(static(tmp_path / "s")), work=str(tmp_path / "work"))
     job = replace(jobs["static"], trains=False, share=0.01)
-    row = job_module.run(replace(job, training=replace(job.training, backbone="test_vit", img_size=32, device="cpu")))
+    row = process.run(replace(job, training=replace(job.training, backbone="test_vit", img_size=32, device="cpu")))
     assert row["status"] == "failed"
     assert "below the least" in row["reason"]
 
@@ -210,13 +215,12 @@ def test_as_many_at_a_time_as_asked_for(
             alive.pop(self.job.name, None)
             if self.job.name == "static":
                 self.returncode = 0
-                write_json(self.job.row, {"status": "ok", "top1": "1", "gmacs": "1", "method": "static"})
-                self.job.correct.write_bytes(b"x")
+                row = as_row({"status": "ok", "top1": 1, "gmacs": 1, "method": "static"})
+                self.job.rows.put(self.job.key, row, SimpleNamespace(scores=[100.0], indices=[0]))  # type: ignore[arg-type]
             return self.returncode
 
     monkeypatch.setattr(execute, "launch", lambda job, at_a_time: Slow(job))
-    monkeypatch.setattr(job_module, "read_correct", lambda path: path.exists() or None)
-    monkeypatch.setattr(execute, "_report", lambda *given, **more: [])
+    monkeypatch.setattr(execute, "_report", lambda *_: SimpleNamespace(rows=[], write=lambda plots: None))
     monkeypatch.setattr(execute, "_POLL", 0.0)
     assert run(*words("tiny", small, tmp_path), "--jobs", 3, "--device", "cpu") == 1
     assert max(map(len, seen)) == 3
@@ -265,18 +269,18 @@ def test_when_the_time_is_up_jobs_are_asked_to_stop_and_those_that_got_done_coun
         def wait(self, timeout: float = 0.0) -> int:
             assert timeout <= 20
             if self.job.name == "EViT":  # was at its end
-                job_module.run(self.job)
+                process.run(self.job)
             return self.returncode
 
     def launch(job: Job, at_a_time: int) -> Slow:
         if job.name == "static":
-            job_module.run(job)
+            process.run(job)
         return Slow(job)
 
     now = itertools.count(0, 4)  # seconds, one look at the clock after the other
     monkeypatch.setattr(execute, "launch", launch)
     monkeypatch.setattr(execute, "_POLL", 0.0)
-    monkeypatch.setattr("adaptivit.experiments.reproduce.execute.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("adaptivit.experiments.reproduce.run.time.monotonic", lambda: next(now))
     config = {"table": "tiny", "data": str(small), "weights": "none", "device": "cpu", "jobs": 2, "minutes": 1.0}
     places = {"out": str(tmp_path / "out"), "work": str(tmp_path / "work")}
     rows = execute.execute(ReproduceConfig(**config, **places))
@@ -341,12 +345,12 @@ def test_after_a_kill_no_job_lives_on_and_the_same_command_goes_on(tmp_path: Pat
     # as if fewer epochs had been asked for: the run is nearly at its end
     done = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()][-1]["step"]
     assert done >= 2
-    job = job_module.read(str(spec))
+    job = process.read(str(spec))
     epochs = done // 2 + 2
     short = replace(job, training=replace(job.training, epochs=epochs))
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"config": config["config"] | {"epochs": epochs}}))
-    row = job_module.run(short)
+    row = process.run(short)
     assert row["status"] == "ok"
     steps = [json.loads(line)["step"] for line in (place / "log.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from adaptivit.evaluation.evaluate import paired_difference
-from adaptivit.experiments.compare.results import read_correct
-from adaptivit.experiments.reproduce import OURS, TABLES, Run, Table, bars, report
+from adaptivit.experiments.reproduce import TABLES, Run, Table, plots, report
 from adaptivit.experiments.reproduce.plan import ReproduceConfig, plan
 from tests.support.commands import run
 from tests.support.tables import TINY, words
@@ -24,8 +23,9 @@ def pixels(data: bytes) -> Any:
 
 
 def test_ingredients_and_ablations_are_tables_of_one_cost() -> None:
-    one = {table.name for table in OURS if table.one_cost}
-    assert one == {t.name for t in OURS if t.name.startswith("ablation-")} - {"ablation-threshold"} | {
+    ours = TABLES.values()
+    one = {table.name for table in ours if table.one_cost}
+    assert one == {t.name for t in ours if t.name.startswith("ablation-")} - {"ablation-threshold"} | {
         "cifar100-ingredients",
         "cifar100-static",
     }  # T is not calibrated away, and changes the cost
@@ -41,16 +41,16 @@ def test_a_table_of_one_cost(tmp_path: Path, small: Path, monkeypatch: pytest.Mo
     )
     table = Table("one", "", "", runs, "", shared=TINY.shared, seeds=(0, 3), reference="trained on", one_cost=True)
     monkeypatch.setitem(TABLES, "one", table)
-    drawn: list[bars.Bar] = []
-    draw = bars.draw
-    monkeypatch.setattr(bars, "draw", lambda found, *rest: drawn.extend(found) or draw(found, *rest))
+    drawn: list[plots.Bar] = []
+    draw = plots.draw_bars
+    monkeypatch.setattr(report, "draw_bars", lambda found, *rest: drawn.extend(found) or draw(found, *rest))
     assert run(*words("one", small, tmp_path), "--device", "cpu") == 0
     assert (tmp_path / "out" / "bars.png").exists()
     assert not (tmp_path / "out" / "pareto.png").exists()
     assert "](bars.png)" in (tmp_path / "out" / "results.md").read_text()
     assert [bar.name for bar in drawn] == ["EViT", "fold"]  # not what all go on from, nor the reference
     config = ReproduceConfig(table="one", data=str(small), weights="none", work=str(tmp_path / "work"))
-    right = {(job.name, job.seed): read_correct(job.correct) for job in plan(config)}
+    right = {(job.name, job.seed): job.rows.correct(job.key) for job in plan(config)}
     for bar in drawn:
         each = [paired_difference(right[bar.name, s], right["trained on", s])[0] for s in (0, 3)]  # type: ignore[arg-type]
         assert bar.points == pytest.approx(np.mean(each))
@@ -103,14 +103,14 @@ def test_a_table_of_one_cost_with_its_start_alone(
 
 
 def test_long_names_and_far_rows_are_inside_the_picture() -> None:
-    near = bars.Bar("a name that is longer than all the others of this table", -0.5, 0.4, 83.5)
-    far = bars.Bar("far", -40.0, 1.0, 44.0)
-    image = pixels(bars.draw([near, far], "static", "title", "detail"))
+    near = plots.Bar("a name that is longer than all the others of this table", -0.5, 0.4, 83.5)
+    far = plots.Bar("far", -40.0, 1.0, 44.0)
+    image = pixels(plots.draw_bars([near, far], "static", "title", "detail"))
     assert (image[:, :4] > 250).all()  # nothing is cut off at the left
-    other = pixels(bars.draw([near, replace(far, points=-50.0)], "static", "title", "detail"))
+    other = pixels(plots.draw_bars([near, replace(far, points=-50.0)], "static", "title", "detail"))
     places = np.argwhere(image != other)  # the figure beside the arrow is all that differs
     assert len(places)
     high, left, right = image.shape[0], places[:, 1].min(), places[:, 1].max()
     assert (places[:, 0] > high / 3).all()  # in the second row
     assert image.shape[1] / 3 < left < right < image.shape[1] - 300
-    assert pixels(bars.draw([near], "static", "title", "detail")).shape[0] < high
+    assert pixels(plots.draw_bars([near], "static", "title", "detail")).shape[0] < high

@@ -9,23 +9,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import adaptivit
 from adaptivit.errors import UserError
-from adaptivit.experiments.compare.results import read_correct
-from adaptivit.experiments.reproduce import TABLES, equal_cost, execute, tables
-from adaptivit.experiments.reproduce import job as job_module
-from adaptivit.experiments.reproduce.plan import Job, ReproduceConfig, plan
+from adaptivit.experiments.job import Job
+from adaptivit.experiments.reproduce import TABLES, process
+from adaptivit.experiments.reproduce import run as execute
+from adaptivit.experiments.reproduce.plan import ReproduceConfig, plan
+from adaptivit.experiments.reproduce.tables import OURS
 from adaptivit.policies import spec as settings
 from adaptivit.training.methods import full_spec
 from adaptivit.training.recipes import RECIPES
-from adaptivit.utils.atomic_io import write_json
 from tests.support.commands import refused, run
 from tests.support.tables import planned
 from tests.support.training import named
@@ -92,7 +91,7 @@ def test_the_settings_of_the_peers_have_the_cost_that_they_stand_for() -> None:
     images = torch.zeros(1, 3, 224, 224)
     for policy in ("evit", "dynamicvit", "amod", "mod", "tome"):
         for share in (0.80, 0.67, 0.52):
-            method = equal_cost.at(policy, share)
+            method = OURS.at(policy, share)
             if method is None:
                 assert (policy in ("amod", "mod"), share) == (True, 0.52)
                 continue
@@ -106,17 +105,20 @@ def test_the_settings_of_the_peers_have_the_cost_that_they_stand_for() -> None:
 def test_aht_stands_in_one_place() -> None:
     """In all tables but the one that compares its forms."""
     own = [
-        run for t in tables.OURS for run in t.runs if run.method.startswith("aht") and t.name != "cifar100-ingredients"
+        run
+        for table in OURS.tables.values()
+        for run in table.runs
+        if run.method.startswith("aht") and table.name != "cifar100-ingredients"
     ]
     assert len(own) > 40
-    assert all(run.method.startswith((equal_cost.AHT + ":", equal_cost.AHT_SAMPLED)) for run in own)
+    assert all(run.method.startswith((OURS.names["aht"] + ":", OURS.names["sampled"])) for run in own)
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------
 def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
     jobs = planned("cifar100-main")
     first = jobs["static"]
-    begun, more = tables.FIRST["epochs"], tables.CIFAR100["epochs"]
+    begun, more = 20, 10
     assert (first.training.weights, first.training.loss.distill, first.epochs) == (None, 0.0, begun)
     for name, job in jobs.items():
         if name != "static":
@@ -127,7 +129,7 @@ def test_all_go_on_from_the_same_static_model_and_learn_from_it() -> None:
                 None,
                 begun + more,
             )
-            assert job.training.optim.lr == tables.CIFAR100["optim.lr"] < first.training.optim.lr
+            assert job.training.optim.lr == 1e-4 < first.training.optim.lr
         for field in ("batch_size", "augment", "val_split"):
             assert getattr(job.training, field) == getattr(first.training, field)
         assert job.training.optim.weight_decay == first.training.optim.weight_decay
@@ -172,20 +174,18 @@ def test_what_two_tables_train_alike_is_trained_once(tmp_path: Path, monkeypatch
     row = {"status": "ok", "top1": "1", "gmacs": "1", "method": "sigma 1.0"}
     began: list[Job] = []
     monkeypatch.setattr(execute, "launch", lambda job, _: began.append(job))
-    batch = execute._Batch(config, [job], Console(stderr=True), math.inf, lambda _: None)
+    batch = execute._Batch(config, [job], math.inf, lambda _: None)
     batch.rows[job.needs] = {"status": "ok"}
-    write_json(job.row, row)  # another call has just finished it
-    np.savez(job.correct, correct=[True], indices=[0])
+    job.rows.put(job.key, row, SimpleNamespace(scores=[100.0], indices=[0]))  # type: ignore[arg-type]  # by another call
     assert batch._begin(job)
     assert batch.rows[job.key] == row
     assert not began
-    spec = tmp_path / "job.json"
-    write_json(spec, job.to_json())
-    monkeypatch.setattr(job_module, "run", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(job_module, "_with_parent", lambda: None)
+    spec = process.save(job)
+    monkeypatch.setattr(process, "run", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(process, "_with_parent", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        job_module.main(str(spec))
+        process.main(str(spec))
     assert ended.value.code == 0
 
 
@@ -206,8 +206,7 @@ def test_rows_and_what_they_start_from_can_be_chosen() -> None:
     chain = planned("cifar100-one-checkpoint", only=("one checkpoint -17 %",))
     assert list(chain) == ["static", "AHT-ViT, one checkpoint", "one checkpoint -17 %"]
     last = chain["one checkpoint -17 %"]
-    epochs = tables.FIRST["epochs"] + tables.CIFAR100["epochs"]
-    assert (last.trains, last.epochs, last.training.weights) == (False, epochs, chain["AHT-ViT, one checkpoint"].model)
+    assert (last.trains, last.epochs, last.training.weights) == (False, 30, chain["AHT-ViT, one checkpoint"].model)
 
 
 def test_the_longer_static_model_alone_is_mixed() -> None:
@@ -217,7 +216,7 @@ def test_the_longer_static_model_alone_is_mixed() -> None:
     assert {
         (j.training.epochs, j.training.augment.mixup, j.training.augment.cutmix, j.training.loss.distill)
         for j in jobs.values()
-    } == {(tables.ABLATION_EPOCHS, 0.0, 0.0, 1.0)}
+    } == {(5, 0.0, 0.0, 1.0)}
     assert planned("cifar100-static")["static, mixup and CutMix, 40 epochs"].training.out == first.out
 
 
@@ -271,7 +270,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ).stdout
     given = {"data": "runs/c100", "weights": str(weights), "work": str(tmp_path)}
     jobs = plan(ReproduceConfig(table="cifar100-main", dry_run=True, **given))
-    rows = {(job.name, str(job.seed)): job_module.finished(job) for job in jobs}
+    rows = {(job.name, str(job.seed)): job.rows.finished(job.key) for job in jobs}
     with (place / "results.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             found = rows[row["method"], row["seed"]]
@@ -279,7 +278,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert found is None or (found["top1"], found["commit"]) == (row["top1"], row["commit"])
     assert said.count("restored") == sum(row is not None for row in rows.values()) == 21
     for job in jobs:
-        right = read_correct(job.correct)
+        right = job.rows.correct(job.key)
         assert (right is None) == (job.name == "static")
         assert right is None or f"{right.score:.2f}" == f"{float((rows[job.name, str(job.seed)] or {})['top1']):.2f}"
     for wrong, why in (("docs/results/raw/demo", "the name of a table"), (str(tmp_path / "digits"), "it is not there")):

@@ -17,7 +17,7 @@ from adaptivit.experiments.sweep.config import SweepConfig
 from adaptivit.experiments.sweep.report import best, front, hypervolume
 from adaptivit.experiments.sweep.run import search
 from adaptivit.experiments.sweep.space import parse, points
-from adaptivit.experiments.sweep.store import Record
+from adaptivit.experiments.sweep.trials import Record
 from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import get
 from tests.support.commands import SMALL, refused, run, static
@@ -226,8 +226,9 @@ def test_what_is_wrong_with_every_trial_is_said_first(
 def test_without_optuna_the_extra_is_named(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UserError, match=r'pip install "adaptivit\[sweep\]"'):
-        search(config(tmp_path / "out"))
+        search(config(tmp_path / "out", method="tpe"))
     assert not (tmp_path / "out").exists()
+    search(config(tmp_path / "out", trials=1))  # a grid needs no optuna
 
 
 def test_a_recipe_is_the_base_of_a_sweep(tmp_path: Path, fake: list[TrainConfig]) -> None:

@@ -15,10 +15,10 @@ import torch
 from adaptivit.errors import NotFiniteError, UserError
 from adaptivit.evaluation.evaluate import Result
 from adaptivit.experiments.sweep import run
-from adaptivit.experiments.sweep import store as sweep_store
 from adaptivit.experiments.sweep.config import TrialConfig
 from adaptivit.experiments.sweep.run import search
 from adaptivit.experiments.sweep.space import parse
+from adaptivit.experiments.sweep.trials import Trials
 from adaptivit.training.config import TrainConfig
 from tests.support.sweeps import config, pairs, rows
 
@@ -83,11 +83,11 @@ def test_an_interrupted_trial_is_run_again(
     patched(monkeypatch, stop)
     with pytest.raises(KeyboardInterrupt):
         search(wanted)
-    store = sweep_store.Store(wanted, parse(wanted.space, wanted.train))
-    claim = store.claim()
+    trials = Trials(wanted, parse(wanted.space, wanted.train))
+    claim = trials.claim()
     assert claim is not None
     assert (claim.number, claim.params["optim.lr"]) == (2, f"{begun[1]:.0e}".replace("e-0", "e-"))
-    assert store.records()[1].status == "running"
+    assert trials.records()[1].status == "running"
     claim.lock.release()  # as the system does when a process dies
     search(wanted)
     assert begun[2] == begun[1]
@@ -139,13 +139,13 @@ _WORKER = """
 import sys, time
 from adaptivit.experiments.sweep.config import SweepConfig, TrialConfig
 from adaptivit.experiments.sweep.space import parse
-from adaptivit.experiments.sweep.store import Store
+from adaptivit.experiments.sweep.trials import Trials
 config = SweepConfig(TrialConfig(data="photos", out=sys.argv[1]), ("optim.lr=1e-4|3e-4|1e-3", "loss.ponder=0|0.1"))
-store = Store(config, parse(config.space, config.train))
-while (claim := store.claim()) is not None:
+trials = Trials(config, parse(config.space, config.train))
+while (claim := trials.claim()) is not None:
     print(claim.number, *claim.params.values(), flush=True)
     time.sleep(float(sys.argv[2]))
-    store.finish(claim, [1.0], result={})
+    trials.end(claim, "finished", {"result": {}})
 """
 
 

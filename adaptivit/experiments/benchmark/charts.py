@@ -28,7 +28,7 @@ from ...utils.plotting import (
     png_bytes,
 )
 from ...visualize.pareto import colour_of
-from ..compare.table import shortened
+from ..table import shortened
 from .contenders import BEST, COMPILED, OWN, TIMM
 from .rows import Row, configurations, groups, label, rate
 

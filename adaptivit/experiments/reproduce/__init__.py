@@ -1,21 +1,14 @@
 """Named tables and figures, ours and the papers', as lists of runs that one command executes.
 
-run.py         what a run and a table are
-tables.py      our tables
-equal_cost.py  every method at a share of static's MACs, for them
-papers.py      the papers' tables
-plan.py        a table on given data and weights: its jobs in order, each with its full configuration and its key
-execute.py     the jobs in processes of their own, several at a time; what is finished is not run again
-job.py         such a process: train, evaluate, write the row
-report.py      results.csv, results.md, pareto.png or bars.png, curves.png
+ours.toml, papers.toml   the tables; tables.py reads them
+plan.py                  a table on given data and weights: its jobs in order, each with its configuration and its key
+run.py, process.py       the jobs in processes of their own, several at a time; finished ones are not run again
+report.py, plots.py      results.csv, results.md, pareto.png or bars.png, curves.png
+command.py               the command: list, show or run
 """
 
 from __future__ import annotations
 
-from .papers import PAPERS
-from .run import Run, Table
-from .tables import OURS
+from .tables import TABLES, Run, Table
 
-TABLES: dict[str, Table] = {table.name: table for table in (*OURS, *PAPERS)}
-
-__all__ = ["OURS", "TABLES", "Run", "Table"]
+__all__ = ["TABLES", "Run", "Table"]

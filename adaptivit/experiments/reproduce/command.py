@@ -1,13 +1,16 @@
-"""adaptivit reproduce: list, show or run. torch comes in only where something runs."""
+"""adaptivit reproduce: list, show or run. torch is imported only where something runs."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
+from ...utils.console import screen_table, show
+from ..job import Job
 from .plan import ReproduceConfig, plan
-from .show import dry_run, listing
+from .tables import TABLES, Table
 
 UNFINISHED = 75  # exit code where --minutes were not enough: try again
 
@@ -17,12 +20,10 @@ def reproduce(config: ReproduceConfig) -> None:
         listing()
         return
     if config.dry_run:
-        from .job import finished
-
-        dry_run(config, [finished(job) is not None for job in plan(config)])
+        dry_run(config)
         return
     begun = time.monotonic()  # importing torch is a part of --minutes
-    from .execute import execute
+    from .run import execute
 
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:
@@ -45,3 +46,53 @@ def reproduce(config: ReproduceConfig) -> None:
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def listing() -> None:
+    """Print every table with what it corresponds to and how much it is."""
+    cells = []
+    for table in TABLES.values():
+        jobs = plan(ReproduceConfig(table=table.name, dry_run=True))
+        runs = f"{len(jobs)}" + (f", {len(table.seeds)} seeds" if len(table.seeds) > 1 else "")
+        what = (table.name, table.title, table.source, table.time or "not run by us yet")
+        cells.append((*what, runs, str(_epochs(jobs))))
+    names = ("table", "what", "corresponds to", "time", "runs", "epochs")
+    show(screen_table("adaptivit reproduce TABLE", cells, names, left=4), width=150)
+    print("epochs: of all runs together. --dry-run shows the runs of a table; docs/guide/reproduce.md tells more.")
+
+
+def _epochs(jobs: Sequence[Job]) -> int:
+    return sum({job.key: job.training.epochs if job.trains else 0 for job in jobs}.values())
+
+
+def dry_run(config: ReproduceConfig) -> None:
+    """Print the rows that a call would run, and which are finished."""
+    table, jobs = config.what, plan(config)
+    print(f"{table.name}: {table.title} ({table.source})")
+    print(f"data: {config.data or table.data}")
+    print(f"protocol: {table.protocol}\n")
+    rest = []
+    for job in jobs:
+        ready = job.rows.finished(job.key) is not None
+        rest += [] if ready else [job]
+        print(f"{'finished' if ready else 'to run':<9} {job.name}, seed {job.seed}: {_facts(table, job)}")
+    print(f"\n{len(rest)} of {len(jobs)} rows to run, {_epochs(rest)} epochs; results in {config.directory}")
+
+
+def _facts(table: Table, job: Job) -> str:
+    run = next(run for run in table.runs if run.name == job.name)
+    training = job.training
+    size = f"{training.epochs} epochs, lr {training.optim.lr:g}, batch {training.batch_size}"
+    words = [
+        f"recipe {run.recipe}" if run.recipe else run.method,
+        training.backbone,
+        size if job.trains else "as it is",
+    ]
+    words.append(f"from {run.start}" if run.start else f"from {training.weights or 'random weights'}")
+    if training.loss.distill and job.trains:
+        words.append(f"distilled {training.loss.distill:g}")
+    if job.share is not None:
+        words.append(f"set for {100 * job.share:g} % of static's MACs")
+    if job.paper:
+        words.append(f"paper {job.paper}")
+    return "; ".join(words)

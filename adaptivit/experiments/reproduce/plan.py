@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +22,8 @@ from ...training.config import FREE, TrainConfig, with_settings, wrong_name
 from ...training.methods import parse_method
 from ...utils.coerce import at_least, convert
 from ...utils.settings import command, flat, kinds
-from . import TABLES
-from .run import Run, Table
+from ..job import Job, digest
+from .tables import TABLES, Run, Table
 
 _OWN = ("data", "weights", "teacher", "out", "resume", "recipe", "policy", "seed", "device", "workers")
 
@@ -115,45 +113,6 @@ class ReproduceConfig:
         return command(f"reproduce {self.what.name}", self, leave_out=("table", "only", "dry_run", "minutes"))
 
 
-@dataclass(frozen=True)
-class Job:
-    """A row to come: one run with one seed."""
-
-    name: str
-    seed: int
-    training: TrainConfig
-    trains: bool
-    epochs: int  # on this data since --weights
-    share: float | None
-    split: Literal["auto", "val", "test"]
-    limit: int | None
-    paper: str
-    key: str
-    work: str
-    needs: str = ""  # key of the job that it starts from
-
-    def to_json(self) -> dict[str, Any]:
-        """For job.read in another process."""
-        return vars(self) | {"training": flat(self.training)}
-
-    @property
-    def row(self) -> Path:
-        """What was measured; beside it, as .npz, which images were right."""
-        return Path(self.work) / "rows" / f"{self.key}.json"
-
-    @property
-    def correct(self) -> Path:
-        return self.row.with_suffix(".npz")
-
-    @property
-    def log(self) -> Path:
-        return Path(self.work) / "logs" / f"{_words(self.name)}-seed{self.seed}-{self.key}.log"
-
-    @property
-    def model(self) -> str:
-        return str(Path(self.training.out) / "model") if self.trains else str(self.training.weights)
-
-
 def plan(config: ReproduceConfig) -> list[Job]:
     """Every row in the order in which it is run."""
     table = config.what
@@ -203,8 +162,8 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
     if not run.train:
         facts |= {"epochs": 0}
     # without the row's name: what other rows and tables train, too, is trained once
-    out = Path(config.work) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{_hash(facts)}"
-    key = _hash(facts | {"share": run.share, "split": config.split, "limit": config.limit})
+    out = Path(config.work) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{digest(facts)}"
+    key = digest(facts | {"share": run.share, "split": config.split, "limit": config.limit})
     own = training.epochs if run.train else 0
     return Job(
         name=run.name,
@@ -244,10 +203,10 @@ def _weights(config: ReproduceConfig, table: Table, run: Run, backbone: str) -> 
     return str(found or tried[0])
 
 
+def log_of(job: Job) -> Path:
+    return Path(job.work) / "logs" / f"{_words(job.name)}-seed{job.seed}-{job.key}.log"
+
+
 def _words(name: str) -> str:
     """A name as a part of a file name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
-
-
-def _hash(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]

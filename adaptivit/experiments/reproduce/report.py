@@ -1,5 +1,4 @@
-"""What a table has found: results.csv, results.md, correct.npz, pareto.png (bars.png where all rows cost the same), and
-curves over the epochs where the table has some."""
+"""What a table has found: results.csv, results.md, correct.npz, pareto.png, bars.png or curves.png."""
 
 from __future__ import annotations
 
@@ -8,164 +7,168 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from ...evaluation.evaluate import Result
 from ...utils.atomic_io import write_bytes, write_text
+from ...utils.console import show
+from ...utils.csv import csv_text
 from ...utils.text import markdown_table
 from ...visualize.pareto import pareto
-from ..compare.results import COLUMNS, Row, add_differences, read_correct, write_rows
-from ..compare.table import failures, headings, lines, means, points
-from ..compare.table import screen as table_of
-from . import bars
-from .curves import Curve, draw
-from .plan import Job, ReproduceConfig
-from .run import Table
-
-Jobs = Mapping[tuple[str, str], Job]  # by name and seed
-
-
-def write(config: ReproduceConfig, table: Table, jobs: Sequence[Job], rows: list[Row], plots: bool) -> None:
-    """All files of OUT, without plots where more is to come; the rows get their paired differences."""
-    out, known = config.directory, {(job.name, str(job.seed)): job for job in jobs}
-    _share_of_reference(table, rows)
-    add_differences(rows, table.reference, lambda row: read_correct(known[row["method"], row["seed"]].correct))
-    papers = [row | {"paper": known[row["method"], row["seed"]].paper} for row in rows]
-    write_rows(out / "results.csv", papers, (*COLUMNS, "paper"))
-    good = [row for row in rows if row["status"] == "ok"]
-    curves = _curves(table, jobs) if table.curves else []
-    write_text(out / "results.md", markdown(config, table, known, rows, bool(curves)))
-    _write_correct(out / "correct.npz", known, rows)
-    if good and plots:
-        detail = f"{table.name}, {int(good[0]['images']):,} images"
-        if not table.one_cost:
-            write_bytes(out / "pareto.png", _front(table, jobs, good, detail))
-        elif found := _bars(table, known, good):
-            about = f"{detail}; top-1 % beside the names"
-            write_bytes(out / "bars.png", bars.draw(found, table.reference, "Accuracy of rows at one cost", about))
-    if curves and plots:
-        columns = ("method", "seed", "epoch", *table.curves)
-        write_rows(out / "curves.csv", [point for curve in curves for point in curve.rows()], columns)
-        write_bytes(out / "curves.png", draw(curves, table.curves, table.title))
-
-
-def _share_of_reference(table: Table, rows: Sequence[Row]) -> None:
-    """Of images of another size, too, the share is that of the reference's MACs."""
-    static = {row["seed"]: row["gmacs_static"] for row in rows if row["method"] == table.reference}
-    for row in rows:
-        if row["status"] == "ok" and static.get(row["seed"]) not in (None, "", row["gmacs_static"]):
-            row["gmacs_share"] = f"{float(row['gmacs']) / float(static[row['seed']]):.6g}"
-
-
-def markdown(config: ReproduceConfig, table: Table, known: Jobs, rows: Sequence[Row], curves: bool) -> str:
-    """The table with what it is, its protocol, the command, and where and when it was measured."""
-    papers = {job.name: job.paper for job in known.values()}
-    names, body = headings(rows), lines(rows)
-    printed = any(papers[line["method"]] for line in body)
-    names = [*names, "paper"] if printed else names
-    text = [f"# {table.title}", "", f"`{config.command()}`", ""]
-    text += [f"{table.source}. `paper` is what it reports, top-1 % / GMACs.", ""] if printed else []
-    text += [table.protocol, ""]
-    text += [
-        *markdown_table(names, [[*line.values(), papers[line["method"]]][: len(names)] for line in body]),
-        "",
-    ]
-    text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
-    missing = len(known) - len(rows)
-    if missing:
-        text += [f"{missing} of {len(known)} rows have not been run.", ""]
-    text += _caption(table, rows)
-    several = means(rows)
-    if several:
-        text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
-        text += markdown_table(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
-    pairs = versus(table, known, rows)
-    if pairs:
-        text += [
-            "",
-            "The first minus the second on the same images, mean of the seeds, with its 95 % interval and two-sided p "
-            "over the images (not over seeds, and not corrected for the number of lines):",
-            "",
-        ]
-        text += markdown_table(["method", "against", "seeds", "points", "p", "share", "its share"], pairs)
-    good = [row for row in rows if row["status"] == "ok"]
-    if good and not table.one_cost:
-        text += ["", "![Accuracy against cost](pareto.png)"]
-    elif good and _bars(table, known, good):
-        text += ["", "![Rows at one cost](bars.png)"]
-    if curves:
-        text += ["", f"![{'Training' if table.training else 'Validation'} over the epochs](curves.png)"]
-    return "\n".join(text) + "\n"
-
-
-def _caption(table: Table, rows: Sequence[Row]) -> list[str]:
-    def several(name: str) -> str:
-        return ", ".join(dict.fromkeys(row[name] for row in rows if row[name]))
-
-    against = f" and of the paired difference from `{table.reference}` of the same seed" if table.reference else ""
-    versions = ", ".join(f"{name} {several(name)}" for name in ("adaptivit", "torch", "timm"))
-    commit = f", commit {several('commit')}" if several("commit") else ""
-    return [
-        f"{several('images')} images, backbone {several('model')}. Share is that of the static model's MACs, depth the "
-        f"mean number of blocks a patch sees. ± are 95 % intervals of top-1 alone{against}. Epochs since the first "
-        f"weights: {several('epochs')}.",
-        "",
-        f"Seeds {several('seed')}; {several('date')}; {several('device')}; {versions}, Python {several('python')}"
-        f"{commit}. Raw figures: [results.csv](results.csv).",
-    ]
+from ..job import Job
+from ..store import COLUMNS, Row, add_differences
+from ..table import body, caption, failures, mean_table, points, provenance, several
+from ..table import screen as table_of
+from .plots import Bar, Curve, draw_bars, draw_curves
+from .tables import Table
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One run against another on the same images."""
+    """One run against another on the same images, over the seeds that both have."""
 
     first: str
     second: str
-    seeds: list[str]  # that both have
+    seeds: list[str]
     mean: float  # points, the first minus the second
     error: float  # its standard error over the images
 
 
-def versus(table: Table, known: Jobs, rows: Sequence[Row]) -> list[list[str]]:
-    """Every run against the reference, and each pair of the table, over the seeds that both have: cells of a table."""
-    good, found = _good(rows), []
-    for pair in _pairs(table, known, rows):
+@dataclass(frozen=True)
+class Report:
+    """The rows of a table that are known, and the jobs of all of them."""
+
+    table: Table
+    jobs: Sequence[Job]
+    rows: list[Row]
+    out: Path
+    command: str
+
+    def __post_init__(self) -> None:
+        reference = self.table.reference
+        static = {row["seed"]: row["gmacs_static"] for row in self.rows if row["method"] == reference}
+        for row in self.good.values():  # of images of another size, too, the share is that of the reference's MACs
+            if static.get(row["seed"]) not in (None, "", row["gmacs_static"]):
+                row["gmacs_share"] = f"{float(row['gmacs']) / float(static[row['seed']]):.6g}"
+        add_differences(self.rows, reference, lambda row: self.correct(row["method"], row["seed"]))
+
+    @property
+    def good(self) -> dict[tuple[str, str], Row]:
+        return {(row["method"], row["seed"]): row for row in self.rows if row["status"] == "ok"}
+
+    def correct(self, name: str, seed: str) -> Result | None:
+        """The images that a row got right."""
+        job = next(job for job in self.jobs if (job.name, str(job.seed)) == (name, seed))
+        return job.rows.correct(job.key)
+
+    def write(self, plots: bool) -> None:
+        """All files of OUT; without plots where more is to come."""
+        papers = {job.name: job.paper for job in self.jobs}
+        rows = [row | {"paper": papers[row["method"]]} for row in self.rows]
+        write_text(self.out / "results.csv", csv_text(rows, (*COLUMNS, "paper")))
+        curves = list(_curves(self.table, self.jobs)) if self.table.curves else []
+        write_text(self.out / "results.md", self.markdown(bool(curves)))
+        _write_correct(self.out / "correct.npz", self)
+        if not plots:
+            return
+        if self.good and not self.table.one_cost:
+            write_bytes(self.out / "pareto.png", self.front())
+        elif bars := self.bars():
+            title, detail = "Accuracy of rows at one cost", self.detail("; top-1 % beside the names")
+            write_bytes(self.out / "bars.png", draw_bars(bars, self.table.reference, title, detail))
+        if curves:
+            rows = [point for curve in curves for point in curve.rows()]
+            write_text(self.out / "curves.csv", csv_text(rows, ("method", "seed", "epoch", *self.table.curves)))
+            write_bytes(self.out / "curves.png", draw_curves(curves, self.table.curves, self.table.title))
+
+    def detail(self, more: str = "") -> str:
+        """The line below a plot's title."""
+        return f"{self.table.name}, {int(next(iter(self.good.values()))['images']):,} images{more}"
+
+    def markdown(self, curves: bool) -> str:
+        """The table with what it is, its protocol, the command, and where and when it was measured."""
+        table, rows = self.table, self.rows
+        papers = {job.name: job.paper for job in self.jobs}
+        if not any(papers[row["method"]] for row in rows):
+            papers = {}
+        text = [f"# {table.title}", "", f"`{self.command}`", ""]
+        text += [f"{table.source}. `paper` is what it reports, top-1 % / GMACs.", ""] if papers else []
+        text += [table.protocol, "", *body(rows, papers)]
+        if missing := len(self.jobs) - len(rows):
+            text += [f"{missing} of {len(self.jobs)} rows have not been run.", ""]
+        what = f"of {table.name}, backbone {several(rows, 'model')}"
+        text += [caption(rows, what, table.reference), "", provenance(rows), *mean_table(rows)]
+        if pairs := list(self.pairs()):
+            text += [
+                "",
+                "The first minus the second on the same images, mean of the seeds, with its 95 % interval and "
+                "two-sided p over the images (not over seeds, and not corrected for the number of lines):",
+                "",
+            ]
+            names = ["method", "against", "seeds", "points", "p", "share", "its share"]
+            text += markdown_table(names, [self.cells(pair) for pair in pairs])
+        if self.good and not table.one_cost:
+            text += ["", "![Accuracy against cost](pareto.png)"]
+        elif self.bars():
+            text += ["", "![Rows at one cost](bars.png)"]
+        if curves:
+            text += ["", f"![{'Training' if table.training else 'Validation'} over the epochs](curves.png)"]
+        return "\n".join(text) + "\n"
+
+    def pairs(self, more: bool = True) -> list[Pair]:
+        """Every run against the reference, and with `more` the pairs of the table."""
+        good, reference, found = self.good, self.table.reference, []
+        static = [(run.name, reference) for run in self.table.runs if reference and run.name != reference]
+        for first, second in (*static, *(self.table.pairs if more else ())):
+            seeds = [seed for (name, seed) in good if name == first and (second, seed) in good]
+            results = [[self.correct(name, seed) for name in (first, second)] for seed in seeds]
+            each = differences([(a, b) for a, b in results if a is not None and b is not None])
+            if len(each) > 1:
+                error = float(each.std(ddof=1)) / math.sqrt(len(each))
+                found.append(Pair(first, second, seeds, float(each.mean()), error))
+        return found
+
+    def cells(self, pair: Pair) -> list[str]:
+        """A line of the table of pairs."""
         names = (pair.first, pair.second)
-        shares = [statistics.mean(float(good[n, s]["gmacs_share"]) for s in pair.seeds) for n in names]
-        cells = [f"{pair.mean + 0.0:+.2f} ± {1.96 * pair.error:.2f}", chance(pair.mean, pair.error)]
-        found.append([*names, str(len(pair.seeds)), *cells, *(f"{100 * share:.1f} %" for share in shares)])
-    return found
+        shares = [statistics.mean(float(self.good[n, s]["gmacs_share"]) for s in pair.seeds) for n in names]
+        points = f"{pair.mean + 0.0:+.2f} ± {1.96 * pair.error:.2f}"
+        p = chance(pair.mean, pair.error)
+        return [*names, str(len(pair.seeds)), points, p, *(f"{100 * share:.1f} %" for share in shares)]
 
+    def bars(self) -> list[Bar]:
+        """The differences from the reference, in the order of the table, without the runs that others start from."""
+        starts, found = {run.start for run in self.table.runs}, []
+        for pair in self.pairs(more=False):
+            if pair.first not in starts:
+                top1 = statistics.mean(float(self.good[pair.first, s]["top1"]) for s in pair.seeds)
+                found.append(Bar(pair.first, pair.mean, 1.96 * pair.error, top1))
+        return found
 
-def _good(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    return {(row["method"], row["seed"]): row for row in rows if row["status"] == "ok"}
+    def front(self) -> bytes:
+        """The Pareto plot: rows that differ in their saving or in the images' size alone are joined.
 
+        Those without training are hollow where others have some.
+        """
+        bare = {job.name for job in self.jobs if not (job.trains or job.needs)}
+        some = any(row["method"] not in {*bare, self.table.reference} for row in self.good.values())
+        found = []
+        for point in points(list(self.good.values())):
+            curve = f"{point.policy} {re.sub(r' -[0-9.]+ %| at [0-9]+ px', '', point.label)}"
+            found.append(replace(point, curve=curve, hollow=some and point.label in bare))
+        mark = "; hollow: no training" if any(p.hollow for p in found) else ""
+        return pareto(found, detail=self.detail(mark), reference=self.table.reference)
 
-def _pairs(table: Table, known: Jobs, rows: Sequence[Row]) -> Iterator[Pair]:
-    good = _good(rows)
-    static = [(run.name, table.reference) for run in table.runs if table.reference and run.name != table.reference]
-    for first, second in (*static, *table.pairs):
-        seeds = [s for (name, s) in good if name == first and (second, s) in good]
-        results = [[read_correct(known[name, s].correct) for name in (first, second)] for s in seeds]
-        each = differences([(a, b) for a, b in results if a is not None and b is not None])
-        if len(each) > 1:
-            yield Pair(first, second, seeds, float(each.mean()), float(each.std(ddof=1)) / math.sqrt(len(each)))
-
-
-def _bars(table: Table, known: Jobs, rows: Sequence[Row]) -> list[bars.Bar]:
-    """The differences from the reference, in the order of the table, without the runs that others start from."""
-    good, starts, found = _good(rows), {run.start for run in table.runs}, []
-    for pair in _pairs(replace(table, pairs=()), known, rows):
-        if pair.first not in starts:
-            top1 = statistics.mean(float(good[pair.first, s]["top1"]) for s in pair.seeds)
-            found.append(bars.Bar(pair.first, pair.mean, 1.96 * pair.error, top1))
-    return found
+    def screen(self) -> None:
+        """The table and the failures on the screen."""
+        show(table_of(self.rows, f"{self.table.title}, cheapest first"))
+        for line in failures(self.rows):
+            print(line)
 
 
 def differences(pairs: Sequence[tuple[Result, Result]]) -> np.ndarray[Any, Any]:
@@ -182,58 +185,36 @@ def chance(mean: float, error: float) -> str:
     return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
 
 
-def _write_correct(path: Path, known: Jobs, rows: Sequence[Row]) -> None:
+def _write_correct(path: Path, report: Report) -> None:
     """Which images each row got right, in one small file: what the paired differences are made of."""
     order: list[int] | None = None
     arrays: dict[str, Any] = {}
-    for row in rows:
-        result = read_correct(known[row["method"], row["seed"]].correct) if row["status"] == "ok" else None
+    for name, seed in report.good:
+        result = report.correct(name, seed)
         if result is not None and order in (None, result.indices):  # without a test split each seed has its own images
             order = result.indices
-            arrays[f"{row['method']}, seed {row['seed']}"] = np.packbits(np.array(result.scores, bool))
+            arrays[f"{name}, seed {seed}"] = np.packbits(np.array(result.scores, bool))
     if order is not None:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, indices=np.array(order), **arrays)
         write_bytes(path, buffer.getvalue())
 
 
-def _front(table: Table, jobs: Sequence[Job], rows: Sequence[Row], detail: str) -> bytes:
-    """Rows that differ in their saving or in the images' size alone are joined; those without training are hollow where
-    others have some."""
-    bare = {job.name for job in jobs if not (job.trains or job.needs)}
-    some = any(row["method"] not in {*bare, table.reference} for row in rows)
-    found = [
-        replace(
-            p, curve=f"{p.policy} {re.sub(r' -[0-9.]+ %| at [0-9]+ px', '', p.label)}", hollow=some and p.label in bare
-        )
-        for p in points(rows)
-    ]
-    mark = "; hollow: no training" if any(p.hollow for p in found) else ""
-    return pareto(found, detail=detail + mark, reference=table.reference)
+def _curves(table: Table, jobs: Sequence[Job]) -> Iterator[Curve]:
+    """The validations of every run's log; or its training batches, means of a few lines in a row.
 
-
-def _curves(table: Table, jobs: Sequence[Job]) -> list[Curve]:
-    """What every run's log says of its validations; or of its training batches, means of a few lines in a row, without
-    the runs that others go on from."""
-    found, group = [], 5 if table.training else 1
+    Of training batches the runs that others go on from are left out.
+    """
+    kind, group = ("train", 5) if table.training else ("validation", 1)
     for job in jobs:
         path = Path(job.training.out) / "log.jsonl"
-        if job.trains and path.exists() and (job.needs or not table.training):
-            records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            known = [r for r in records if r["kind"] == "validation"]
-            kept = [r for r in records if r["kind"] == ("train" if table.training else "validation")]
-            parts = [kept[i : i + group] for i in range(0, len(kept), group)] if known else []
-            if parts:
-                each = known[-1]["epoch"] / known[-1]["step"]
-                epochs = [statistics.mean(each * r["step"] for r in part) for part in parts]
-                values = {n: [statistics.mean(float(r[n]) for r in part) for part in parts] for n in table.curves}
-                found.append(Curve(job.name, job.seed, epochs, values))
-    return found
-
-
-def screen(table: Table, rows: Sequence[Row]) -> None:
-    """The table and the failures on the screen."""
-    console = Console(width=None if Console().is_terminal else 120)
-    console.print(table_of(rows, f"{table.title}, cheapest first"))
-    for line in failures(rows):
-        console.print(line, markup=False, highlight=False)
+        if not (job.trains and path.exists() and (job.needs or not table.training)):
+            continue
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        known, kept = ([r for r in records if r["kind"] == wanted] for wanted in ("validation", kind))
+        parts = [kept[i : i + group] for i in range(0, len(kept), group)]
+        if known and parts:
+            each = known[-1]["epoch"] / known[-1]["step"]
+            epochs = [statistics.mean(each * r["step"] for r in part) for part in parts]
+            values = {n: [statistics.mean(float(r[n]) for r in part) for part in parts] for n in table.curves}
+            yield Curve(job.name, job.seed, epochs, values)

@@ -1,397 +1,159 @@
-"""Our own tables. The peers that they show, and what all runs on a data set have in common: once, at the top. Which
-AHT-ViT, and how every method comes to a budget: equal_cost.py.
+"""Tables and figures as lists of runs: records of the TOML files beside this one. Nothing here imports torch.
 
-Nothing here imports torch.
+A record [NAME] has the fields of Table; `protocol` is a list of sentences, or of their names in [sentences]. Its runs:
+
+    first     rows that stand before all others, each with fields of Run; that others start from
+    runs      more of them
+    at        methods at shares of static's MACs, by [shares]: {methods, shares, note, compared, fields of Run}; the
+              first method is compared with the others, image by image, unless `compared` is false
+    recipes   recipe = figure of the paper; {a,b} in a name for each of several; without a figure that of the recipe
+    settings  row = settings added to the method `base`
+    each      fields of all of these but `first`
+
+`like` names a record of [groups] whose fields it has unless it has its own. {name} in a method stands for one of
+[names].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
-from .equal_cost import AHT, AHT_SAMPLED, TITLES, adding, at, run_at, saving
-from .run import Run, Table
+from ...training.recipes import RECIPES
 
-# The two peers beside it in the main rows and in the front, best first.
-BEST_PEERS = ("fold", "tome")
-
-CIFAR100: Mapping[str, Any] = {
-    "backbone": "deit_tiny_patch16_224",
-    "epochs": 10,
-    "batch_size": 256,
-    "optim.lr": 1e-4,
-    "optim.weight_decay": 0.05,
-    "optim.warmup_epochs": 1.0,
-    "augment.kind": "rand",
-    "loss.distill": 1.0,
-    "val_split": 0.1,
-    "run.val_epochs": 5,  # it runs in float32 and would take a third of the time
-}
-IMAGENET_ADAPT: Mapping[str, Any] = {
-    "backbone": "deit_tiny_patch16_224",
-    "epochs": 4,
-    "batch_size": 64,
-    "optim.lr": 3e-5,
-    "optim.warmup_epochs": 0.5,
-    "augment.kind": "rand",
-    "loss.distill": 1.0,
-    "val_split": 0.05,
-}
-DIGITS: Mapping[str, Any] = {
-    "backbone": "digits_vit",
-    "epochs": 3,
-    "batch_size": 32,
-    "optim.lr": 1e-3,
-    "optim.warmup_epochs": 0.5,
-    "augment.kind": "none",
-    "loss.distill": 1.0,
-}
-ABLATION_EPOCHS, ABLATED = 5, 0.52
-# The first fine-tuning on CIFAR-100, from ImageNet's weights; what goes on from it takes smaller steps.
-FIRST: Mapping[str, Any] = {"optim.lr": 3e-4, "epochs": 20}
-# The paper's gate in aht_merge, and one that is not sharp: rows of the ingredients' table.
-SLOPE = "surrogate=score,surrogate_width=0.25,center_per_image=0"
-PAPERS_GATE = (
-    f"gate=shared,gamma=1,halt_point=after,halting_blocks={'+'.join(map(str, range(11)))},start_at=depth,{SLOPE}"
-)
-LEARNS_SLOWLY = f"gamma=4,{SLOPE}"
-# The same with more of everything: what static gains by it is in `cifar100-static`.
-MIXED: Mapping[str, Any] = {"augment.mixup": 0.8, "augment.cutmix": 1.0}
-LONGER: Mapping[str, Any] = {**FIRST, **MIXED, "epochs": 40}
-SHARES = (0.83, 0.67, 0.52)  # AHT-ViT's three configurations: -17 %, -33 %, -48 %
-
-STATIC, TRAINED_ON = "static", "static, trained on"
+Record = Mapping[str, Any]
+_FORMS = ("protocol", "epochs", "first", "runs", "at", "recipes", "base", "settings", "each", "pairs")
 
 
-def _first(**change: Any) -> tuple[Run, Run]:
-    """What every other run starts from, and the same model trained for as long as they are."""
-    return Run(STATIC, "static", change={"loss.distill": 0.0} | change), Run(TRAINED_ON, "static", start=STATIC)
+@dataclass(frozen=True)
+class Run:
+    """One row of a table for each seed."""
+
+    name: str  # in the table
+    method: str = ""  # policy[:recipe][,key=value] as in `adaptivit compare`, under what the table has in common; or
+    recipe: str = ""  # a recipe with all its own settings
+    change: Mapping[str, Any] = field(default_factory=dict)  # settings of training
+    start: str = ""  # the run of the same seed whose model it starts from; default: --weights
+    seed: int | None = None  # the only seed that it is run with; those that start from it have the table's
+    weights: str = ""  # a name in the folder --weights; default: the backbone's; `none` for random ones
+    train: bool = True  # else the model is evaluated as it is
+    share: float | None = None  # a budget of static's MACs, calibrated on validation images
+    paper: str = ""  # what the paper reports
 
 
-def _protocol(
-    epochs: int, first: str = f"on CIFAR-100 for {FIRST['epochs']} epochs at lr {FIRST['optim.lr']:g}"
-) -> str:
-    """How the rows of a table were trained; `epochs` is how long they go on."""
-    return (
-        f"static is fine-tuned from --weights without distillation, {first}. Every method, static too (the row "
-        f"`static, trained on`, which differences are against), then goes on from it for {epochs} epochs under the "
-        "same settings and is distilled from it. Cost is held by each method's own means; where settings do not fix "
-        "it, the share of static's MACs is met by calibration (a shift of the halting score) on up to 512 validation "
-        "images, held out of the training images. The test images are used for the report alone."
-    )
+@dataclass(frozen=True)
+class Table:
+    """A table or a figure."""
+
+    name: str
+    title: str
+    protocol: str  # what all runs have in common, in words
+    runs: tuple[Run, ...]
+    data: str  # in words; `digits` is a name that needs no file
+    source: str = "ours"  # of a paper: which table or figure
+    shared: Mapping[str, Any] = field(default_factory=dict)  # settings of training for runs that name a method
+    seeds: tuple[int, ...] = (0,)
+    reference: str = ""  # the run that others are compared to, image by image
+    pairs: tuple[tuple[str, str], ...] = ()  # runs to compare with each other too, image by image
+    curves: tuple[str, ...] = ()  # figures to draw over the epochs, of the validation (top1, mean_depth)
+    training: bool = False  # of the training batches instead (accuracy, mean_depth)
+    one_cost: bool = False  # rows differ in accuracy alone: no plot against cost
+    time: str = ""  # measured, with the machine
+
+    def __post_init__(self) -> None:
+        names = [run.name for run in self.runs]
+        assert len(set(names)) == len(names), f"{self.name}: two runs have one name"
+        for i, run in enumerate(self.runs):
+            assert bool(run.method) != bool(run.recipe), f"{self.name}: {run.name}"
+            assert not run.start or run.start in names[:i], f"{self.name}: {run.name} starts from a later run"
+        assert {name for pair in self.pairs for name in pair} <= set(names), self.name
+        assert not self.reference or self.reference in names, self.name
 
 
-_GOES_ON = _protocol(CIFAR100["epochs"])
-_ABLATED = _protocol(ABLATION_EPOCHS) + " One thing differs between the rows."
-_CURVES: Mapping[str, Any] = {"curves": ("accuracy", "mean_depth"), "training": True}
-_CIFAR = "CIFAR-100 as an .npz or folder with train and test"
+def saving(share: float) -> str:
+    """0.67 -> -33 %."""
+    return f"-{round(100 * (1 - share))} %"
 
 
-def _cifar(name: str, title: str, runs: Iterable[Run], **more: Any) -> Table:
-    given = {"protocol": _GOES_ON, "data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON} | more
-    given |= _CURVES
-    given |= {"time": "3 to 10 minutes a row, about 10 of them side by side on an H200"}
-    return Table(name, title, runs=(*_first(**FIRST), *runs), **given)
+class Book:
+    """The records of a TOML file."""
+
+    def __init__(self, file: str) -> None:
+        records = tomllib.loads(files(__package__).joinpath(file).read_text())
+        parts = ("names", "shares", "sentences", "groups")
+        self.names, self.shares, self.sentences, self.groups = (records.pop(part, {}) for part in parts)
+        self.tables = {name: self._table(name, self._whole(record)) for name, record in records.items()}
+
+    def at(self, key: str, share: float) -> str | None:
+        """A method at a share of static's MACs; None where it cannot get there."""
+        record, shares = self.shares[key], self.shares["shares"]
+        values = dict(zip(shares, record.get("values", [""] * len(shares)), strict=False))
+        if share not in values:
+            return None
+        return self._method(record["method"].replace("{share}", str(share)).replace("{value}", str(values[share])))
+
+    def _whole(self, record: Record) -> dict[str, Any]:
+        """The record with the fields of its groups."""
+        own = dict(record)
+        return {**self._whole(self.groups[own.pop("like")]), **own} if "like" in own else own
+
+    def _table(self, name: str, record: dict[str, Any]) -> Table:
+        given = {key: record.pop(key) for key in _FORMS if key in record}
+        epochs, base = given.get("epochs", ""), given.get("base", "")
+        protocol = [self.sentences.get(part, part).format(epochs=epochs) for part in given["protocol"]]
+        at = [self._at_shares(dict(entry)) for entry in given.get("at", [])]
+        settings = given.get("settings", {}).items()
+        rows: list[Record] = [row for entry, _ in at for row in entry]
+        rows += [*given.get("runs", []), *_recipes(given.get("recipes", {}))]
+        rows += [{"name": row, "method": f"{base},{more}" if more else base} for row, more in settings]
+        runs = [*given.get("first", []), *(_with(given.get("each", {}), row) for row in rows)]
+        pairs = [*(pair for _, compared in at for pair in compared), *map(tuple, given.get("pairs", []))]
+        lists: dict[str, Any] = {key: tuple(record.pop(key)) for key in ("seeds", "curves") if key in record}
+        return Table(
+            name, protocol=" ".join(protocol), runs=tuple(map(self._run, runs)), pairs=tuple(pairs), **lists, **record
+        )
+
+    def _run(self, row: Record) -> Run:
+        return Run(**{**row, "method": self._method(row.get("method", ""))})
+
+    def _method(self, method: str) -> str:
+        return re.sub(r"\{(\w+)\}", lambda found: self.names[found[1]], method)
+
+    def _at_shares(self, entry: dict[str, Any]) -> tuple[list[Record], list[tuple[str, str]]]:
+        """Rows of methods at shares, and the pairs of them."""
+        methods, shares, note = entry.pop("methods"), entry.pop("shares"), entry.pop("note", "")
+        compared, rows, pairs = entry.pop("compared", True), list[Record](), list[tuple[str, str]]()
+        for share, key in itertools.product(shares, methods):
+            method = self.at(key, share)
+            if method is None:
+                continue
+            name, first = (f"{self.shares[k]['title']} {saving(share)}{note}" for k in (key, methods[0]))
+            matched = {"share": share} if self.shares[key].get("matched") else {}
+            rows.append({"name": name, "method": method, **matched, **entry})
+            pairs += [(first, name)] * (compared and key != methods[0])
+        return rows, pairs
 
 
-def _short(name: str, title: str, runs: Iterable[Run], first_settings: Mapping[str, Any] = FIRST, **more: Any) -> Table:
-    """Few epochs, and with every seed from the one static model."""
-    first = replace(_first(**first_settings)[0], seed=0)
-    on = Run(TRAINED_ON, "static", start=STATIC, change={"epochs": ABLATION_EPOCHS})
-    given: dict[str, Any] = {"data": _CIFAR, "shared": CIFAR100, "reference": TRAINED_ON, "one_cost": True}
-    given |= {"time": "2 to 7 minutes a row, compiling included, 10 to 14 of them side by side on an H200"}
-    given |= {**_CURVES, **more}
-    given["protocol"] += (
-        " All seeds go on from the static model of seed 0, which has seen some of the validation images of other "
-        "seeds; these set the cost, nothing else."
-    )
-    return Table(name, title, runs=(first, on, *runs), **given)
+def _with(each: Record, row: Record) -> Record:
+    return {**each, **row, "change": {**each.get("change", {}), **row.get("change", {})}}
 
 
-def _on(policy: str, share: float) -> tuple[Run, ...]:
-    """A method at a share, going on from the static model."""
-    return tuple(run_at(policy, share, start=STATIC))
+def _recipes(rows: Mapping[str, str]) -> Iterator[Record]:
+    for pattern, paper in rows.items():
+        for name in _expanded(pattern):
+            yield {"name": name, "recipe": name, "paper": paper or RECIPES[name].paper}
 
 
-def _smaller(size: int) -> Run:
-    """Static on smaller images: what whoever wants to save would try first."""
-    return Run(f"static at {size} px", "static", start=STATIC, change={"img_size": size})
+def _expanded(pattern: str) -> list[str]:
+    """`{a,b}-c` as a-c, b-c."""
+    parts = [part[1:-1].split(",") if part[:1] == "{" else [part] for part in re.split(r"(\{.*?\})", pattern)]
+    return ["".join(words) for words in itertools.product(*parts)]
 
 
-def _versus(shares: Iterable[float], peers: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (f"AHT-ViT {saving(s)}", f"{TITLES[p]} {saving(s)}") for s in shares for p in peers if at(p, s) is not None
-    )
-
-
-def _main() -> Table:
-    peer = BEST_PEERS[0]
-    return _cifar(
-        "cifar100-main",
-        "CIFAR-100, DeiT-T at 224 px: AHT-ViT's three configurations beside static and the best peer",
-        [run for share in SHARES for policy in ("aht", peer) for run in _on(policy, share)],
-        source="AHT-ViT Tables 3 and 4 on DeiT-T",
-        seeds=(0, 1, 2),
-        pairs=_versus(SHARES, [peer]),
-    )
-
-
-def _peers() -> Table:
-    names = [policy for policy in TITLES if policy != "aht"]
-    smaller = (
-        Run("static, 8 blocks", "static:depth=8", start=STATIC),
-        Run("static, narrower -33 %", "static:share=0.67,by=width", start=STATIC),
-        _smaller(192),  # 71 %
-        _smaller(176),  # 59 %
-    )
-    return _cifar(
-        "cifar100-peers",
-        "CIFAR-100, DeiT-T: every method once at -33 %",
-        [*(run for policy in ("aht", *names) for run in _on(policy, 0.67)), *smaller],
-        pairs=(*_versus([0.67], names), *(("AHT-ViT -33 %", run.name) for run in smaller)),
-    )
-
-
-def _front() -> Table:
-    shares = (0.83, 0.75, 0.67, 0.60, 0.52)
-    return _cifar(
-        "cifar100-front",
-        "CIFAR-100, DeiT-T: the front of AHT-ViT, the two best peers and static on smaller images",
-        [
-            *(run for share in shares for policy in ("aht", *BEST_PEERS) for run in _on(policy, share)),
-            *map(_smaller, (192, 176, 160)),
-        ],
-        source="AHT-ViT Fig. 3 on DeiT-T",
-        pairs=_versus(shares, BEST_PEERS),
-    )
-
-
-def _static() -> Table:
-    """What static itself gains by a richer recipe. For choosing, on held-out images."""
-    variants: dict[str, Mapping[str, Any]] = {
-        "mixup and CutMix": MIXED,
-        "mixup and CutMix, lr 5e-4": {**MIXED, "optim.lr": 5e-4},
-        "CutMix": {"augment.cutmix": 1.0},
-        "drop path, smooth labels, averaged weights": {
-            "optim.drop_path": 0.1,
-            "augment.label_smoothing": 0.1,
-            "optim.ema": 0.999,
-        },
-        "mixup and CutMix, 40 epochs": LONGER,
-    }
-    return Table(
-        "cifar100-static",
-        "CIFAR-100, DeiT-T: recipes for the static model",
-        f"Fine-tuned from --weights for {FIRST['epochs']} epochs at lr {FIRST['optim.lr']:g} with random crops and "
-        "RandAugment, but for what a row names. Choose with --split val: images held out of the training images.",
-        (
-            Run(STATIC, "static", change={"loss.distill": 0.0, **FIRST}),
-            *(
-                Run(f"static, {name}", "static", change={"loss.distill": 0.0, **FIRST, **v})
-                for name, v in variants.items()
-            ),
-        ),
-        _CIFAR,
-        shared=CIFAR100,
-        reference=STATIC,
-        one_cost=True,
-        time="9 minutes for four of 20 epochs side by side on an H200, beside other work; the last takes twice as long",
-    )
-
-
-def _longer() -> Table:
-    """Whether what the other tables say holds when static is as good as we can make it."""
-    shares, change = (0.67, 0.52), {"epochs": ABLATION_EPOCHS}
-    first = f"on CIFAR-100 for {LONGER['epochs']} epochs at lr {LONGER['optim.lr']:g} with mixup and CutMix"
-    return _short(
-        "cifar100-longer",
-        "CIFAR-100, DeiT-T: AHT-ViT and the best peer from a static model that was trained longer",
-        [run for s in shares for p in ("aht", BEST_PEERS[0]) for run in run_at(p, s, start=STATIC, change=change)],
-        LONGER,
-        protocol=_protocol(ABLATION_EPOCHS, first) + " What goes on does so without mixup and CutMix.",
-        seeds=(0, 1, 2),
-        pairs=_versus(shares, BEST_PEERS[:1]),
-        one_cost=False,
-        time="static 5 minutes on an H200 beside other work, then 5 minutes for ten rows side by side",
-    )
-
-
-def _one_checkpoint() -> Table:
-    shares, one = (0.83, 0.75, 0.67, 0.60, 0.52), "AHT-ViT, one checkpoint"
-    along = [
-        Run(f"one checkpoint {saving(s)}", AHT_SAMPLED, start=one, train=False, share=s, change={"loss.distill": 0.0})
-        for s in shares
-    ]
-    return _cifar(
-        "cifar100-one-checkpoint",
-        "CIFAR-100, DeiT-T: one AHT-ViT at every budget beside models trained for it",
-        [Run(one, AHT_SAMPLED, start=STATIC), *along, *(run for s in shares for run in _on("aht", s))],
-        pairs=tuple((f"one checkpoint {saving(s)}", f"AHT-ViT {saving(s)}") for s in shares),
-        protocol=_GOES_ON
-        + " `one checkpoint` is trained once, with a budget drawn for every image; calibrated budgets alone differ "
-        "between its rows.",
-    )
-
-
-def _ingredients() -> Table:
-    """From the paper's form to ours, one ingredient after the other; then what else was thought of, and peers."""
-    drop = "removal=drop"
-    steps = {
-        "the paper's": "aht:balanced",
-        "straight-through": "aht:budget",
-        "reads class attention": adding(AHT, f"{PAPERS_GATE},{drop},feature=class_row"),
-        "reads worth": adding(AHT, f"{PAPERS_GATE},{drop}"),
-        "folds": adding(AHT, PAPERS_GATE),
-        "decides inside the block": adding(AHT, f"{LEARNS_SLOWLY},start_at=depth"),
-        "starts at the budget": adding(AHT, LEARNS_SLOWLY),
-        "sharp gates": adding(AHT, "center_per_image=0"),
-        "against its image": AHT,
-        "gates that do not learn": adding(AHT, "straight_through=false,loss.cost=0,loss.target_depth=0"),
-        "sampled budgets": AHT_SAMPLED,
-        "three supervisors": adding(AHT, "halting_blocks=3+6+9"),
-    }
-    share, runs = ABLATED, []
-    more: dict[str, Any] = {"start": STATIC, "change": {"epochs": ABLATION_EPOCHS}}
-    for name, method in steps.items():
-        aimed = method if "loss.cost_target" in method else adding(method, f"loss.cost_target={share}")
-        runs.append(Run(f"AHT-ViT, {name}", aimed, share=share, **more))
-    for policy in ("fold", "tome", "evit"):
-        runs += run_at(policy, share, **more)
-    runs.append(Run("fold in three blocks", f"fold:budget={share},blocks=3+6+9", **more))
-    return _short(
-        "cifar100-ingredients",
-        f"CIFAR-100, DeiT-T at {saving(share)}: what each ingredient of AHT-ViT brings",
-        runs,
-        protocol=_protocol(ABLATION_EPOCHS)
-        + " Rows of AHT-ViT add one ingredient after the other, up to `against its image`, which is the AHT-ViT of the "
-        "other tables; those after it change that one.",
-    )
-
-
-def _imagenet_adapt() -> Table:
-    runs = [Run(STATIC, "static", train=False), Run("static, adapted", "static")]
-    for share in (0.80, 0.75, 0.67, 0.60, 0.52):
-        few = share == 0.75  # AHT-ViT's own aim, and fold's beside it
-        for policy in ("aht", "fold") if few else ("aht", "avit", "amod", "dynamicvit", "evit", "tome", "fold"):
-            runs += run_at(policy, share, ", no training", train=False)
-            runs += run_at(policy, share, ", adapted")
-    shares = (0.80, 0.67, 0.60, 0.52)
-    versus = [
-        (f"{TITLES[p]} {saving(s)}, adapted", "static, adapted")
-        for p in ("aht", "fold")
-        for s in (0.80, 0.75, 0.67, 0.60, 0.52)
-    ]
-    versus += [("AHT-ViT -25 %, adapted", "fold -25 %, adapted")]
-    versus += [
-        (f"AHT-ViT {saving(s)}, adapted", f"{TITLES[p]} {saving(s)}, adapted")
-        for s in shares
-        for p in ("avit", "amod", "dynamicvit", "evit", "tome", "fold")
-        if at(p, s) is not None
-    ]
-    return Table(
-        "imagenet-adapt",
-        "ImageNet, DeiT-T: methods at four budgets, AHT-ViT and fold at five, as they are and after 3 images a class",
-        "All start from --weights, the public DeiT-T, and are distilled from it. `no training` is the policy on these "
-        "weights. Budgets are calibrated on validation images held out of `train`. The report is on `test` alone.",
-        tuple(runs),
-        "a folder with train/ (imagenet/adapt) and test/ (imagenet/eval)",
-        shared=IMAGENET_ADAPT,
-        reference=STATIC,
-        pairs=tuple(versus),
-        time="2 minutes a row, a few of them side by side on an H200",
-    )
-
-
-def _digits() -> Table:
-    methods = {
-        "AHT-ViT": adding(AHT, "halting_blocks=3+4,loss.cost_target=0.5"),
-        "A-ViT": "avit",
-        "EViT": "evit:keep=0.6",
-        "fold": "fold:budget=0.5",
-    }
-    return Table(
-        "digits",
-        "Handwritten digits: four methods at about half the work, on a CPU and without a file",
-        _protocol(DIGITS["epochs"], f"for {DIGITS['epochs']} epochs").partition(" Cost is held")[0]
-        + " Nothing is calibrated afterwards. The test digits are used for the report alone.",
-        (*_first(), *(Run(name, method, start=STATIC) for name, method in methods.items())),
-        "digits",
-        time="6 minutes on two CPU cores",
-        shared=DIGITS,
-        reference=TRAINED_ON,
-    )
-
-
-def _ablation(name: str, what: str, variants: Mapping[str, str], calibrated: bool = True, **more: Any) -> Table:
-    """Variants of AHT-ViT at -48 %, where there is something to lose (at -33 % it is level with static): name ->
-    settings."""
-    base, share = adding(AHT, f"loss.cost_target={ABLATED}"), ABLATED if calibrated else None
-    change = {"epochs": ABLATION_EPOCHS}
-    runs = [Run(k, adding(base, v), start=STATIC, change=change, share=share) for k, v in variants.items()]
-    title = f"AHT-ViT at {saving(ABLATED)} on CIFAR-100, DeiT-T: {what}"
-    given: dict[str, Any] = {"source": "left open by AHT-ViT", "protocol": _ABLATED, "one_cost": calibrated}
-    return _short(f"ablation-{name}", title, runs, **given | more)
-
-
-def _values(key: str, values: Iterable[Any], title: str = "", usual: Any = None) -> dict[str, str]:
-    """Name -> setting; nothing for the one that AHT-ViT has anyway, so that all tables share that run."""
-    name = title or key.rpartition(".")[2]
-    return {f"{name} {value}": "" if value == usual else f"{key}={value}" for value in values}
-
-
-OURS: tuple[Table, ...] = (
-    _digits(),
-    _static(),
-    _main(),
-    _longer(),
-    _peers(),
-    _front(),
-    _one_checkpoint(),
-    _ingredients(),
-    _imagenet_adapt(),
-    _ablation(
-        "threshold",
-        "the threshold T",
-        _values("threshold", (0.8, 1.0, 1.2), "T", usual=1.0),
-        calibrated=False,  # a calibrated shift would undo T
-        protocol=_ABLATED.partition(" Cost is held")[0] + " The cost loss holds the cost; nothing is calibrated.",
-    ),
-    _ablation(
-        "sigma", "the width of the planned depth's distribution", _values("loss.sigma", (0.5, 1.0, 2.0), usual=1.0)
-    ),
-    _ablation(
-        "stages",
-        "where the planners sit",
-        _values("planner_blocks", ("3", "6", "3+6+9", "2+4+6+8+10"), "stages", usual="3+6+9"),
-    ),
-    _ablation(
-        "planner",
-        "the planners' width and context",
-        _values("planner_width", (0.25, 0.5, 1.0), usual=0.5) | _values("planner_context", ("class", "none")),
-    ),
-    _ablation(
-        "feature",
-        "what the supervisor reads",
-        _values("feature", ("merge_score", "class_row", "received"), usual="merge_score")
-        # known only when the block is over
-        | {f"feature {name}": f"feature={name},halt_point=after" for name in ("fc1", "residual")},
-        protocol=_ABLATED + " But fc1 and residual are known only after the block, so that tokens leave later.",
-    ),
-    _ablation(
-        "mass", "how P_actual is made of the scores", _values("loss.mass", ("act", "hazard", "crossing"), usual="act")
-    ),
-    _ablation(
-        "kl",
-        "the direction of the KL, and whom it teaches",
-        _values("loss.kl", ("actual_target", "target_actual"), usual="actual_target")
-        | _values("loss.detach", ("target", "actual")),
-    ),
-    _ablation(
-        "target-depth",
-        "with and without the target-depth loss",
-        _values("loss.target_depth", (0.0, 0.1, 1.0), "lambda_t", usual=0.1),
-        source="AHT-ViT Table 5 on DeiT-T",
-        seeds=(0, 1, 2),
-    ),
-)
+OURS, PAPERS = Book("ours.toml"), Book("papers.toml")
+TABLES: dict[str, Table] = OURS.tables | PAPERS.tables

@@ -1,4 +1,4 @@
-"""What came out of a sweep: the best trial, the front, the hypervolume, and the files that say so."""
+"""The outcome of a sweep: the best trial, the front, the hypervolume, and the files with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from ...utils.atomic_io import write_bytes, write_json, write_text
+from ...utils.console import screen_table
 from ...utils.csv import csv_text
 from ...utils.plotting import (
     ACCENT,
@@ -24,7 +25,7 @@ from ...utils.plotting import (
     png_bytes,
 )
 from .config import SweepConfig
-from .store import Record
+from .trials import Record
 
 PENALTY = 1000.0  # points of top-1 for a share of 1 over the budget: a hundredth of static's MACs costs 10 points
 
@@ -37,13 +38,11 @@ def score(config: SweepConfig, top1: float, share: float) -> float:
     """What is to be large. hypervolume: the area that the trial alone has between itself and the reference point."""
     if config.objective == "budget":
         return top1 - PENALTY * max(share - config.max_share, 0.0)
-    if config.objective == "hypervolume":
-        return hypervolume([(top1, share)])
-    return top1
+    return hypervolume([(top1, share)]) if config.objective == "hypervolume" else top1
 
 
-def values(config: SweepConfig, top1: float, share: float) -> list[float]:
-    """What Optuna is told."""
+def objectives(config: SweepConfig, top1: float, share: float) -> list[float]:
+    """The values that Optuna sees."""
     return [top1, share] if config.objective == "hypervolume" else [score(config, top1, share)]
 
 
@@ -79,25 +78,33 @@ def hypervolume(points: Iterable[tuple[float, float]]) -> float:
     return area
 
 
+def covered(records: Sequence[Record]) -> float:
+    """The hypervolume of all trials."""
+    return hypervolume((r.top1, r.share) for r in finished(records))
+
+
+def keys(config: SweepConfig) -> list[str]:
+    """The settings that vary."""
+    return [text.partition("=")[0].strip() for text in config.space]
+
+
 def setting(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(config: SweepConfig, records: Sequence[Record]) -> Table:
     """The front, the best trial marked."""
-    keys = [text.partition("=")[0].strip() for text in config.space]
-    shown = Table(title="front (validation)", title_justify="left")
-    chosen = best(config, records)
-    for name in ("trial", *keys, "top-1 %", "GMACs", "of static", "mean depth", ""):
-        shown.add_column(name, justify="left" if name in ("", *keys) else "right")
+    chosen, varied = best(config, records), keys(config)
     rows = front(records)
     if chosen is not None and chosen not in rows:
         rows.append(chosen)
+    cells = []
     for r in rows:
         figures = (f"{r.top1:.2f}", f"{r.gmacs:.4f}", f"{100 * r.share:.1f} %", f"{r.figure('mean_depth'):.2f}")
         mark = "best" if r is chosen else ""
-        shown.add_row(f"{r.number}", *(setting(r.params[k]) for k in keys), *figures, mark)
-    return shown
+        cells.append([*(setting(r.params[k]) for k in varied), str(r.number), *figures, mark])
+    names = (*varied, "trial", "top-1 %", "GMACs", "of static", "mean depth", "")
+    return screen_table("front (validation)", cells, names, left=len(varied))
 
 
 def write(config: SweepConfig, records: Sequence[Record]) -> None:
@@ -110,7 +117,7 @@ def write(config: SweepConfig, records: Sequence[Record]) -> None:
 
 
 def recipe(config: SweepConfig, record: Record) -> dict[str, Any]:
-    """What `train --recipe FILE` takes, and where it comes from."""
+    """A recipe file for `train --recipe FILE`, and where it comes from."""
     whole = {
         "recipe": record.facts["recipe"],
         "from": {"sweep": str(config.train.out), "trial": record.number, "params": record.params},
@@ -125,18 +132,15 @@ def recipe(config: SweepConfig, record: Record) -> dict[str, Any]:
 
 
 def _csv(config: SweepConfig, records: Sequence[Record]) -> str:
-    keys = [text.partition("=")[0].strip() for text in config.space]
-    figures = ["top1", "gmacs", "gmacs_static", "share", "mean_depth", "score"]
+    figures = ["top1", "gmacs", "gmacs_static", "mean_depth", "share", "score"]
     about = ["policy", "seed", "seconds", "date", "adaptivit", "torch", "optuna", "python", "reason"]
-    names = list(dict.fromkeys(["trial", "status", *keys, *figures, *about]))
-    rows = []
+    names, rows = ["trial", "status", *keys(config), *figures, *about], []
     for r in records:
-        facts = r.facts
-        row: dict[str, Any] = {"trial": r.number, "status": r.status, "reason": facts.get("reason", "")}
-        row |= {name: facts.get(name, "") for name in ("seconds", "date")} | facts.get("versions", {})
-        row |= {name: facts.get("recipe", {}).get(name, "") for name in ("policy", "seed")} | r.params
+        facts, recipe = r.facts, r.facts.get("recipe", {})
+        row: dict[str, Any] = {"trial": r.number, "status": r.status, **facts.get("versions", {}), **facts, **recipe}
+        row |= r.params
         if r.status == "finished":
-            row |= {name: r.figure(name) for name in ("top1", "gmacs", "gmacs_static", "mean_depth")}
+            row |= {name: r.figure(name) for name in figures[:4]}
             row |= {"share": r.share, "score": score(config, r.top1, r.share)}
         rows.append({name: row.get(name, "") for name in names})
     return csv_text(rows, names, digits=8)
@@ -148,21 +152,20 @@ def draw(config: SweepConfig, records: Sequence[Record]) -> None:
     assert chosen is not None
     figure = new_figure(1100, 720)
     axes = add_axes(figure, 96, 84, 1100 - 96 - 40, 720 - 84 - 110)
+    costs, hits = [r.gmacs for r in done], [r.top1 for r in done]
+    left, right = min(costs), max(costs)
     statics = {round(r.figure("gmacs_static"), 9) for r in done}
-    left, right = min(r.gmacs for r in done), max(r.gmacs for r in done)
-    if len(statics) == 1:
-        static = statics.pop()
-        right = max(right, static)
-        _mark(axes, static, "static")
-        if config.objective == "budget" and config.max_share < 1:
-            left = min(left, config.max_share * static)
-            _mark(axes, config.max_share * static, "budget")
-    low, high = min(r.top1 for r in done), max(r.top1 for r in done)
-    room = max(0.15 * (high - low), 0.5)
-    axes.set_ylim(low - room, high + room)
-    margin = max(0.06 * (right - left), 0.02 * right)
-    axes.set_xlim(left - margin, right + margin)
-    axes.scatter([r.gmacs for r in done], [r.top1 for r in done], s=34, color=GREY, linewidths=0, zorder=3)
+    marks = {"static": statics.pop()} if len(statics) == 1 else {}
+    if marks and config.objective == "budget" and config.max_share < 1:
+        marks["budget"] = config.max_share * marks["static"]
+    for text, x in marks.items():
+        left, right = min(left, x), max(right, x)
+        axes.axvline(x, color=MUTED, linewidth=1.1, linestyle=DASHED, zorder=1)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+        axes.annotate(text, (x, 0), xytext=(-5, 5), fontsize=8, color=MUTED, **place)
+    room, margin = max(0.15 * (max(hits) - min(hits)), 0.5), max(0.06 * (right - left), 0.02 * right)
+    axes.set(xlim=(left - margin, right + margin), ylim=(min(hits) - room, max(hits) + room))
+    axes.scatter(costs, hits, s=34, color=GREY, linewidths=0, zorder=3)
     xs, ys = [r.gmacs for r in steps], [r.top1 for r in steps]
     axes.step([*xs, right + margin], [*ys, ys[-1]], where="post", color=ACCENT, linewidth=1.8, zorder=4)
     axes.scatter(xs, ys, s=46, color=ACCENT, linewidths=0, zorder=5)
@@ -173,9 +176,3 @@ def draw(config: SweepConfig, records: Sequence[Record]) -> None:
     detail += f"trial {chosen.number}, {chosen.top1:.2f} % at {chosen.gmacs:.3g} GMACs"
     headline(axes, "Validation top-1 against work", detail)
     write_bytes(Path(config.train.out) / "front.png", png_bytes(figure))
-
-
-def _mark(axes: Any, x: float, text: str) -> None:
-    axes.axvline(x, color=MUTED, linewidth=1.1, linestyle=DASHED, zorder=1)
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-    axes.annotate(text, (x, 0), xytext=(-5, 5), fontsize=8, color=MUTED, **place)

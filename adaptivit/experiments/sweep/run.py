@@ -4,7 +4,7 @@ OUT/trials/NNNN/   the run directory of a trial (its checkpoint goes when it has
 OUT/trials.csv     every trial
 OUT/best.json      the best one, as a recipe for `train`; OUT/trials/NNNN/recipe.json for every other
 OUT/front.png      top-1 against GMACs
-The trials themselves are in the journal (sweep_store.py).
+The trials themselves: trials.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ...policies import spec
 from ...training.config import TrainConfig
 from ...training.gate_init import calibrate
 from ...utils.atomic_io import write_json
-from ...utils.environment import versions
+from ...utils.console import show
 from ...utils.settings import flat
 from . import report
 from .config import NOT_IN_RECIPE, SweepConfig, TrialConfig
 from .space import Params, apply, parse
-from .store import Claim, Record, Store
+from .trials import Claim, Record, Trials
 
 
 def sweep(config: SweepConfig) -> None:
@@ -49,14 +49,17 @@ def search(config: SweepConfig) -> Record | None:
         raise UserError("sweep runs in one process; start several with the same --out to share its trials.")
     axes = parse(config.space, config.train)
     _check(config.train, {axis.key for axis in axes})
-    store = Store(config, axes)
-    console = Console(stderr=True)
-    while (claim := store.claim()) is not None:
-        _trial(config, store, claim, console)
-        with store.alone():
-            report.write(config, store.records())
-    with store.alone():
-        return _end(config, store)
+    trials, console = Trials(config, axes), Console(stderr=True)
+    while (claim := trials.claim()) is not None:
+        line = _trial(config, trials, claim, console)
+        with trials.alone():
+            records = trials.records()
+            report.write(config, records)
+        if config.objective == "hypervolume" and "failed" not in line:
+            line += f", hypervolume {report.covered(records):.2f} %"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    with trials.alone():
+        return _end(config, trials.records())
 
 
 def _check(config: TrialConfig, keys: set[str]) -> None:
@@ -68,11 +71,11 @@ def _check(config: TrialConfig, keys: set[str]) -> None:
             val.for_model(model)
 
 
-def _trial(config: SweepConfig, store: Store, claim: Claim, console: Console) -> None:
-    """Run one trial and record how it ended. Only what is wrong with its settings is a failure; the rest is raised."""
-    said = " ".join(f"{k}={report.setting(v)}" for k, v in claim.params.items())
-    head = f"trial {claim.number} of {store.count}: {said} |"
-    facts: dict[str, Any] = {"date": datetime.date.today().isoformat(), "versions": versions("optuna")}
+def _trial(config: SweepConfig, trials: Trials, claim: Claim, console: Console) -> str:
+    """Run one trial and record how it ended, in words. Only wrong settings are a failure; other errors are raised."""
+    point = " ".join(f"{k}={report.setting(v)}" for k, v in claim.params.items())
+    head = f"trial {claim.number} of {trials.count}: {point} |"
+    facts: dict[str, Any] = {"date": datetime.date.today().isoformat()}
     begun = time.perf_counter()
     try:
         trial = trial_config(config, claim.number, claim.params)
@@ -80,28 +83,22 @@ def _trial(config: SweepConfig, store: Store, claim: Claim, console: Console) ->
         result = run_trial(trial, show=console.is_terminal)
     except (UserError, torch.OutOfMemoryError) as error:
         facts |= {"reason": first_line(error), "seconds": round(time.perf_counter() - begun, 1)}
-        store.fail(claim, **facts)
-        console.print(f"{head} failed: {facts['reason']}", highlight=False, markup=False, soft_wrap=True)
-        return
+        trials.end(claim, "failed", facts)
+        return f"{head} failed: {facts['reason']}"
     except BaseException:
-        store.fail(claim)
+        trials.end(claim, "begun", facts)
         console.print(f"{head} interrupted; the same command goes on", highlight=False, markup=False, soft_wrap=True)
         raise
     share, seconds = result.gmacs / result.gmacs_static, time.perf_counter() - begun
     facts |= {"result": result.summary(), "seconds": round(seconds, 1)}
-    store.finish(claim, report.values(config, result.score, share), **facts)
-    line = (
+    facts["objectives"] = report.objectives(config, result.score, share)
+    record = trials.end(claim, "finished", facts)
+    write_json(Path(trial.out) / "recipe.json", report.recipe(config, record))
+    over = ", over the budget" if config.objective == "budget" and share > config.max_share else ""
+    return (
         f"{head} {result.text} at {result.gmacs:.4f} GMACs ({100 * share:.1f} % of static), "
-        f"depth {result.mean_depth:.2f}, {seconds:.0f} s"
+        f"depth {result.mean_depth:.2f}, {seconds:.0f} s{over}"
     )
-    records = store.records()
-    if config.objective == "hypervolume":
-        line += f", hypervolume {_hypervolume(records):.2f} %"
-    elif config.objective == "budget" and share > config.max_share:
-        line += ", over the budget"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-    mine = next(r for r in records if r.number == claim.number)
-    write_json(Path(trial.out) / "recipe.json", report.recipe(config, mine))
 
 
 def trial_config(config: SweepConfig, number: int, params: Params) -> TrialConfig:
@@ -151,33 +148,26 @@ def _untrained(config: TrialConfig) -> Result:
     return evaluate(model, dataset.batches(images, order, config.workers), device=device)
 
 
-def _hypervolume(records: list[Record]) -> float:
-    return report.hypervolume((r.top1, r.share) for r in report.finished(records))
-
-
-def _end(config: SweepConfig, store: Store) -> Record | None:
-    """Files and the table of the front."""
-    records = store.records()
+def _end(config: SweepConfig, records: list[Record]) -> Record | None:
+    """Write the files, print the table of the front and the best trial."""
     report.write(config, records)
-    running = sum(r.status == "running" for r in records)
-    chosen = report.best(config, records)
-    if chosen is None:
-        if not running:
-            raise UserError(f"No trial ended well. The first one: {records[0].facts['reason']}")
-        print(f"{running} trials are still running in other processes")
-        return None
-    report.draw(config, records)
-    wide = Console()
-    (wide if wide.is_terminal else Console(width=120)).print(report.table(config, records))
-    failed = sum(r.status == "failed" for r in records)
+    running, failed = (sum(r.status == status for r in records) for status in ("running", "failed"))
+    chosen, out = report.best(config, records), Path(config.train.out)
+    if chosen is None and not running:
+        raise UserError(f"No trial ended well. The first one: {records[0].facts['reason']}")
+    if chosen is not None:
+        report.draw(config, records)
+        show(report.table(config, records))
     if failed:
-        print(f"{failed} trials failed: see the column reason in {Path(config.train.out) / 'trials.csv'}")
+        print(f"{failed} trials failed: see the column reason in {out / 'trials.csv'}")
     if running:
         print(f"{running} trials are still running in other processes")
+    if chosen is None:
+        return None
     if config.objective == "hypervolume":
-        print(f"hypervolume {_hypervolume(records):.2f} % against (0 %, all of static's MACs)")
+        print(f"hypervolume {report.covered(records):.2f} % against (0 %, all of static's MACs)")
     if not report.within(config, chosen):
         print(f"no trial is within {config.max_share} of static's MACs; the best one takes {chosen.share:.3f}")
-    place = Path(config.train.out) / "best.json"
+    place = out / "best.json"
     print(f"best: trial {chosen.number}. adaptivit train --recipe {place} --data {config.train.data}")
     return chosen

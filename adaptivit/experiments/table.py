@@ -1,29 +1,26 @@
-"""The rows of a comparison for people: a table on the screen, the same as Markdown, points for the plot."""
+"""Rows for people: a table on the screen, parts of a Markdown page, points for the Pareto plot."""
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from ...utils.text import markdown_table
-from ...visualize.pareto import FEW, Point
-from ...visualize.statistics import wilson
-from .config import CompareConfig
-from .results import STATIC, TRAINED_ON, Row
+from ..utils.console import screen_table
+from ..utils.text import markdown_table
+from ..visualize.pareto import FEW, Point
+from ..visualize.statistics import wilson
+from .store import Row
 
 _MISSING = "—"
 _WIDEST = 40  # characters of a method on the screen, so that the table fits 120 columns
 
 
 def interval(top1: float, images: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of an accuracy in %, which holds near 0 and 100 % too."""
+    """The 95 % interval of an accuracy in %."""
     low, high = wilson(top1 / 100, images)
     return 100 * low, 100 * high
 
@@ -74,78 +71,57 @@ def shortened(text: str, width: int) -> str:
 
 
 def screen(rows: Sequence[Row], title: str = "every method under the same recipe, cheapest first") -> Table:
-    """The table for 120 columns, results.md without the intervals of top-1 alone; in fewer only methods wrap."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in headings(rows):
-        if name == "method":
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
+    """The table for 120 columns, without the intervals of top-1 alone; in fewer only methods wrap."""
+    cells = []
     for line in lines(rows):
-        cells = line | {"method": shortened(line["method"], _WIDEST), "top-1 %": line["top-1 %"].partition(" ±")[0]}
-        table.add_row(*map(Text, cells.values()), style="red" if line["top-1 %"] == "failed" else None)
-    return table
+        line |= {"method": shortened(line["method"], _WIDEST), "top-1 %": line["top-1 %"].partition(" ±")[0]}
+        cells.append(list(line.values()))
+    return screen_table(title, cells, headings(rows), failed=lambda row: "failed" in row[1:3])
 
 
+# -- Markdown -------------------------------------------------------------------------------------------------------
 def failures(rows: Sequence[Row]) -> list[str]:
     """Why rows have no figures, a line each."""
     failed = [row for row in rows if row["status"] != "ok"]
     return [f"{row['method']}, seed {row['seed']}, failed: {row['reason']}" for row in failed]
 
 
-def markdown(rows: Sequence[Row], config: CompareConfig) -> str:
-    """A Markdown table with its caption; below it, with several seeds, mean and spread of each method."""
-    text = [
-        "# Comparison",
-        "",
-        *markdown_table(headings(rows), [list(line.values()) for line in lines(rows)]),
-        "",
-    ]
-    text += [f"- {line}" for line in failures(rows)] + [""] * bool(failures(rows))
-    text += _caption(rows, config)
-    several = means(rows)
-    if several:
-        text += ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
-        text += markdown_table(["method", "seeds", "top-1 %", "against static", "GMACs", "depth"], several)
-    if any(row["status"] == "ok" for row in rows):
-        text += ["", "![Accuracy against cost](pareto.png)"]
-    return "\n".join(text) + "\n"
+def body(rows: Sequence[Row], papers: Mapping[str, str] = {}) -> list[str]:
+    """The table and its failures; `papers`: method -> what its paper reports, a last column."""
+    more = ["paper"] if papers else []
+    cells = [[*line.values(), *(papers[line["method"]] for _ in more)] for line in lines(rows)]
+    text, failed = [*markdown_table([*headings(rows), *more], cells), ""], failures(rows)
+    return [*text, *(f"- {line}" for line in failed), ""] if failed else text
 
 
-def _caption(rows: Sequence[Row], config: CompareConfig) -> list[str]:
-    def several(name: str) -> str:
-        return ", ".join(dict.fromkeys(row[name] for row in rows if row[name]))
-
-    good = [row for row in rows if row["status"] == "ok"]
-    reference = TRAINED_ON if config.start == "static" else STATIC
-    text = [f"`{config.command()}`", ""]
-    if good:
-        text += [
-            f"{several('images')} images of {config.data} ({config.split} split), backbone {config.backbone}. "
-            f"Share is that of the static model's MACs, depth the mean number of blocks a patch sees. "
-            f"± are 95 % intervals: of top-1 alone, and of the paired difference from `{reference}` of the same seed. "
-            f"Epochs: {several('epochs')}. A difference smaller than its interval is not a result.",
-            "",
-        ]
-    timed = [row for row in good if row["timed"]]
-    if timed:
-        text += [
-            f"Time: batches of {several('timing_batch')}, {several('timing_precision')}, {several('timing_device')}, "
-            "all models in turn, median; "
-            f"layout {several('compact_layout')}, as `auto` chooses; speed is the ratio to `{reference}`. "
-            "With masks: see results.csv.",
-            "",
-        ]
-    versions = ", ".join(f"{name} {several(name)}" for name in ("adaptivit", "torch", "timm"))
-    commit = f", commit {several('commit')}" if several("commit") else ""
-    return [
-        *text,
-        f"Seeds {several('seed')}; {several('date')}; {several('device')}; {versions}, Python {several('python')}"
-        f"{commit}. Raw figures: [results.csv](results.csv).",
-    ]
+def several(rows: Sequence[Row], column: str) -> str:
+    """The different values of a column."""
+    return ", ".join(dict.fromkeys(row[column] for row in rows if row[column]))
 
 
-def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def caption(rows: Sequence[Row], what: str, reference: str) -> str:
+    """What the columns are; `what` are the images."""
+    against = f", and of the paired difference from `{reference}` of the same seed" if reference else ""
+    return (
+        f"{several(rows, 'images')} images {what}. Share is that of the static model's MACs, depth the mean number of "
+        f"blocks a patch sees. ± are 95 % intervals: of top-1 alone{against}. Epochs since the first weights: "
+        f"{several(rows, 'epochs')}."
+    )
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """Seeds, date, device, versions."""
+    versions = ", ".join(f"{name} {several(rows, name)}" for name in ("adaptivit", "torch", "timm"))
+    commit = f", commit {several(rows, 'commit')}" if several(rows, "commit") else ""
+    where = "; ".join(several(rows, name) for name in ("date", "device"))
+    return (
+        f"Seeds {several(rows, 'seed')}; {where}; {versions}, Python {several(rows, 'python')}{commit}. "
+        "Raw figures: [results.csv](results.csv)."
+    )
+
+
+def by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that ended well, by their method."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -153,35 +129,38 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def means(rows: Sequence[Row]) -> list[list[str]]:
+def mean_table(rows: Sequence[Row]) -> list[str]:
     """Mean and spread of every method that has several seeds, cheapest first."""
     found = []
-    for method, group in _groups(rows).items():
-        if len(group) < 2:
-            continue
+    for method, group in by_method(rows).items():
         cells = [method, str(len(group))]
         for name in ("top1", "difference", "gmacs", "mean_depth"):
             values = [float(row[name]) for row in group if row[name]]
-            mean, spread = (statistics.mean(values), max(values) - min(values)) if values else (math.nan, math.nan)
+            mean, spread = (statistics.mean(values), max(values) - min(values)) if values else (0.0, 0.0)
             if name == "gmacs":
                 cells.append(f"{_digits(mean)} ({_digits(spread)})")
-            elif values:
-                cells.append(f"{mean + 0.0:{'+' if name == 'difference' else ''}.2f} ({spread:.2f})")
             else:
-                cells.append(_MISSING)
-        found.append((statistics.mean(float(row["gmacs"]) for row in group), cells))
-    return [cells for _, cells in sorted(found)]
+                signed = "+" if name == "difference" else ""
+                cells.append(f"{mean + 0.0:{signed}.2f} ({spread:.2f})" if values else _MISSING)
+        if len(group) > 1:
+            found.append((statistics.mean(float(row["gmacs"]) for row in group), cells))
+    if not found:
+        return []
+    names = ["method", "seeds", "top-1 %", "against static", "GMACs", "depth"]
+    head = ["", "Mean over the seeds, with the largest minus the smallest in brackets:", ""]
+    return [*head, *markdown_table(names, [cells for _, cells in sorted(found)])]
 
 
 # -- the plot -------------------------------------------------------------------------------------------------------
 def points(rows: Sequence[Row]) -> list[Point]:
     """One point a method, the mean over its seeds."""
-    groups, found = _groups(rows), []
+    groups, found = by_method(rows), []
     references = {row["compared_to"] for row in rows}
     policies = {method: group[0]["policy"] for method, group in groups.items()}
     names, curves = labels(policies), curves_of(policies)
     for method, group in groups.items():
-        top1 = statistics.mean(float(row["top1"]) for row in group)
+        costs, hits = ([float(row[name]) for row in group] for name in ("gmacs", "top1"))
+        top1 = statistics.mean(hits)
         low, high = interval(top1, int(group[0]["images"]))
         halves = [float(row["difference_ci95"]) for row in group if row["difference_ci95"]]
         if halves or method in references:
@@ -195,9 +174,9 @@ def points(rows: Sequence[Row]) -> list[Point]:
                 top1=top1,
                 low=low,
                 high=high,
-                gmacs=statistics.mean(float(row["gmacs"]) for row in group),
+                gmacs=statistics.mean(costs),
                 speed=statistics.mean(speeds) if speeds else None,
-                seeds=tuple((float(row["gmacs"]), float(row["top1"])) for row in group) if len(group) > 1 else (),
+                seeds=tuple(zip(costs, hits, strict=True)) if len(group) > 1 else (),
                 paired=bool(halves),
                 short=names[method],
                 curve=curves[method],
@@ -207,7 +186,7 @@ def points(rows: Sequence[Row]) -> list[Point]:
 
 
 def labels(policies: Mapping[str, str]) -> dict[str, str]:
-    """What to write at the points of methods: names of a few; of many the settings that differ within their policy."""
+    """The labels of methods: names of a few; of many the settings that differ within their policy."""
     if len(policies) <= FEW:
         return {method: shortened(_lists(method), 40) for method in policies}
     found = {}
@@ -225,8 +204,8 @@ def curves_of(policies: Mapping[str, str]) -> dict[str, str]:
     for method, policy in policies.items():
         pairs = {pair for other in policies if policies[other] == policy for pair in _settings(other).items()}
         counts = Counter(key for key, _ in sorted(pairs))
-        knob = counts.most_common(1)[0][0] if counts else ""
-        rest = sorted(f"{k}={v}" for k, v in _settings(method).items() if k != knob)
+        varied = counts.most_common(1)[0][0] if counts else ""
+        rest = sorted(f"{k}={v}" for k, v in _settings(method).items() if k != varied)
         found[method] = ",".join([policy, *rest])
     return found
 

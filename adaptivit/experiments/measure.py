@@ -1,0 +1,137 @@
+"""Train or adapt the model of a job, evaluate it on the images of the report, and say what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..budget import curve as budgets
+from ..data import dataset
+from ..data.dataset import Labelled
+from ..data.gpu_pipeline import evaluation_images
+from ..errors import UserError, reason_of
+from ..evaluation.evaluate import Result, evaluate
+from ..factory import create, load
+from ..model import AdaptiveViT
+from ..policies import spec
+from ..training.gate_init import calibrate
+from ..training.methods import full_spec
+from ..training.run import fit
+from ..utils.console import bar
+from ..utils.environment import commit, versions
+from ..utils.hardware import device_name, device_of
+from .job import Job
+
+_CALIBRATION = 512  # images of validation that a budget is calibrated on
+
+
+def report_images(job: Job) -> Labelled:
+    """The images that all rows of one seed are judged by; none of them was trained on."""
+    data, found = job.training.data, dataset.splits(job.training.data)
+    wanted = ("test", "val") if job.split == "auto" else (job.split,)
+    labelled = next((found[name] for name in wanted if name in found), None)
+    if labelled is None and job.split != "test":
+        if job.trains:
+            labelled = dataset.for_training(data, job.training.val_split, job.seed)[1]
+        else:
+            labelled = dataset.for_evaluation(data, "auto")
+    if labelled is None:
+        labelled = dataset.for_evaluation(data, "test")  # raises: there is none
+    return labelled if job.limit is None else labelled.spread(job.limit)
+
+
+def model_of(job: Job) -> AdaptiveViT:
+    """The model as training saved it, or the weights adapted without training."""
+    training = job.training
+    if job.trains:
+        return load(Path(training.out) / "model").float()
+    policy, values = spec.parse(training.policy)
+    found = dataset.splits(training.data)
+    some = found.get("val") or found.get("train") or next(iter(found.values()))
+    torch.manual_seed(job.seed)
+    classes = len(some.classes) if training.weights is None else None
+    given: dict[str, Any] = {"weights": training.weights, "num_classes": classes, "img_size": training.img_size}
+    model = create(training.backbone, policy, **given, **values)
+    if training.weights is None:
+        model.class_names = list(some.classes)
+    calibrate(model, values, training, some, "cpu")  # as training does before its first step
+    return model
+
+
+def measure(
+    job: Job, console: Console, stop: Callable[[], bool] | None = None
+) -> tuple[dict[str, Any], Result | None, str]:
+    """Train and evaluate: (columns of the row, result or None, traceback of an unexpected error).
+
+    stop: called between steps; True ends the training after a checkpoint.
+    """
+    training, device = job.training, device_of(job.training.device)
+    row = {
+        "model": training.backbone,
+        "method": job.name,
+        "policy": spec.parse(training.policy)[0],
+        "settings": full_spec(training),
+        "seed": job.seed,
+        "epochs": job.epochs,
+        "commit": commit(),
+        "device": device_name(device),
+        "date": datetime.date.today().isoformat(),
+    } | versions()
+    try:
+        begun, resumed = time.perf_counter(), (Path(training.out) / "config.json").exists()
+        if job.trains:
+            fit(replace(training, resume=resumed), stop=stop)
+            if not resumed:  # a part of the time was spent in another call
+                row["seconds_training"] = round(time.perf_counter() - begun, 1)
+        model = model_of(job).to(device)
+        if job.share is not None:
+            row |= _hold(model, job, job.share)
+        images = evaluation_images(report_images(job).for_model(model), model.preprocessing, device)
+        order = dataset.in_order(len(images), min(training.batch_size, 256))
+        with bar("  evaluate", len(images), console) as progress:
+            loaded = dataset.batches(images, order, training.workers)
+            result = evaluate(model, loaded, device=device, progress=lambda done, _: progress(done))
+    except Exception as error:
+        text = "" if isinstance(error, UserError) else traceback.format_exc()
+        return row | {"status": "failed", "reason": reason_of(error)}, None, text
+    return row | {"status": "ok"} | figures(model, result), result, ""
+
+
+def _hold(model: AdaptiveViT, job: Job, share: float) -> dict[str, Any]:
+    """Set a budget of a share of static's MACs, calibrated on validation images; returns the column `settings`."""
+    training = job.training
+    labelled = dataset.for_training(training.data, training.val_split, job.seed)[1].spread(_CALIBRATION)
+    images = evaluation_images(labelled, model.preprocessing, device_of(training.device))
+    batches = dataset.batches(images, dataset.in_order(len(images), 64), training.workers)
+    budget = f"{100 * (share - 1):.4g}%"
+    made = model.calibrate([batch.images for batch in batches if len(batch.labels)], budget, batch_size=64)
+    position = made.position_for(budgets.parse(budget), "")
+    return {"settings": f"{full_spec(training)}; {made.dial}={position:.6g} for a budget of {budget}"}
+
+
+def figures(model: AdaptiveViT, result: Result) -> dict[str, Any]:
+    """Columns of a result, by timm's names where timm has them."""
+    return {
+        **result.metrics,
+        "top1_err": 100 - result.metrics["top1"],
+        "top5_err": 100 - result.metrics["top5"],
+        "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
+        "img_size": model.preprocessing.size[0],
+        "crop_pct": model.preprocessing.crop_pct,
+        "interpolation": model.preprocessing.interpolation,
+        "images": result.images,
+        "gmacs": result.gmacs,
+        "gmacs_blocks": result.gmacs_blocks,
+        "gmacs_static": result.gmacs_static,
+        "gmacs_share": result.gmacs / result.gmacs_static,
+        "mean_depth": result.mean_depth,
+        "live": result.live,
+    }
