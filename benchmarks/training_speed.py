@@ -106,7 +106,7 @@ def build(method: str, kind: str, batches: list[Loaded], options: argparse.Names
     accelerator = _accelerator(config)
     model = adaptivit.create(options.backbone, policy, num_classes=options.classes, **given).to(accelerator.device)
     model.policy.calibrate(model, batches[0].images[:64])
-    trainer = _trainer(config, model, accelerator, options.classes)
+    trainer = _trainer(config, model, accelerator)
     if "teacher" in method:
         teacher = adaptivit.create(options.backbone, "static", num_classes=options.classes).to(accelerator.device)
         trainer.teacher = teacher.requires_grad_(False).eval()
