@@ -18,7 +18,7 @@ from ..backbones.preprocessing import Preprocessing
 from ..data.dataset import Loaded
 from ..data.digits import MEAN, PATCH, SIZE, STD, Digits, visible
 from ..evaluation.evaluate import Result, evaluate, paired_difference
-from ..evaluation.timing import Timing, interleaved
+from ..execution.timing import Timing, interleaved
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
@@ -118,7 +118,7 @@ def _train_adaptive(config: QuickstartConfig, digits: Digits, bars: Progress, st
     model = create(DIGITS_VIT, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())
     first = next(digits.training(config.seed, 0, 64))
-    model.policy.calibrate(model, first.images)
+    model.policy.init_gate(model, first.images)
     recipe = replace(ADAPTIVE, seed=config.seed, epochs=1 if config.fast else ADAPTIVE.epochs)
     teacher = static.requires_grad_(False).eval()
     trained = _train("AHT-ViT   ", model, recipe, digits, bars, teacher)

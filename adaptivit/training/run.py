@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
 from .. import tasks
+from ..budget.control import BudgetState
 from ..checkpoint.weights import refill
 from ..data import dataset
 from ..data.dataset import Labelled, Loaded, mix
@@ -33,7 +34,7 @@ from ..model import AdaptiveViT
 from ..policies import spec
 from . import fsdp
 from .config import TrainConfig
-from .gate_init import calibrate
+from .gate_init import init_gate
 from .losses import (
     Budget,
     Distillation,
@@ -121,7 +122,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     if model.task != config.task or model.class_names not in (None, names):
         model.vit.reset_classifier(outputs)  # as many as the weights have, but other ones
     model.task, model.class_names = config.task, names
-    model.calibration, model.budget, model.max_macs = None, None, None  # of the weights that it starts from
+    model.budget_state = BudgetState(model)  # not that of the weights that it starts from
     trainer = _trainer(config, model, accelerator)
     images = training_images(train_set, model.preprocessing, config.augment, config.seed, accelerator.device)
     val = evaluation_images(val_set, model.preprocessing, accelerator.device)
@@ -136,7 +137,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.gate_init:
         with trainer.whole(averaged=False) as whole:
-            run.say(calibrate(whole, policy_settings, config, val_set, accelerator.device))
+            run.say(init_gate(whole, policy_settings, config, val_set, accelerator.device))
             if whole is not model:
                 refill(model, whole.state_dict())
         if trainer.average is not None:
