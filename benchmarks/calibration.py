@@ -18,10 +18,10 @@ from torchvision.transforms import v2
 
 import adaptivit
 from adaptivit.budget.measure import Check, check
-from adaptivit.cli.commands import append_csv
 from adaptivit.data import dataset
 from adaptivit.data.dataset import Images
 from adaptivit.policies import spec as settings
+from adaptivit.utils.csv import append_csv
 from adaptivit.utils.hardware import device_name
 
 BUDGETS = ("-20%", "-33%", "-50%")

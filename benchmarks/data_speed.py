@@ -27,12 +27,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import adaptivit
-from adaptivit.cli.commands import append_csv
 from adaptivit.data import dataset
 from adaptivit.data.dataset import Labelled, Loaded
 from adaptivit.data.gpu_pipeline import Source, training_images
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer, _accelerator, _trainer
+from adaptivit.utils.csv import append_csv
 from adaptivit.utils.environment import commit
 from adaptivit.utils.settings import changed
 
@@ -123,7 +123,7 @@ def measure(batch: int, options: argparse.Namespace) -> None:
     for name in ("random", *options.ways):
         torch.manual_seed(0)
         model = adaptivit.create(options.backbone, "static", num_classes=classes, img_size=options.img_size).to(device)
-        trainer = _trainer(base, model, accelerator)
+        trainer = _trainer(base, model, accelerator, classes)
         if name == "random":
             batches = fixed(batch, model.preprocessing.size, classes, device)
         else:

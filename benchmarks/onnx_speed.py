@@ -30,8 +30,8 @@ import onnxruntime
 import adaptivit
 from adaptivit.checkpoint.export import Run, run_onnx
 from adaptivit.checkpoint.model_card import pictures_for
-from adaptivit.cli.commands import append_csv
 from adaptivit.evaluation.predict import find_images
+from adaptivit.utils.csv import append_csv
 
 
 def with_share(args: Any, images: Tensor) -> tuple[Any, Tensor]:

@@ -31,9 +31,9 @@ import httpx
 import torch
 
 import adaptivit
-from adaptivit.cli.commands import append_csv
 from adaptivit.data import dataset
 from adaptivit.policies import spec as settings
+from adaptivit.utils.csv import append_csv
 from adaptivit.utils.hardware import device_name
 
 BACKBONE = "deit_tiny_patch16_224"

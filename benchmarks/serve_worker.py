@@ -19,11 +19,11 @@ import torch
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit.cli.commands import append_csv
 from adaptivit.data import dataset
 from adaptivit.data.dataset import Images
 from adaptivit.policies import spec as settings
 from adaptivit.serve import Batcher, Job
+from adaptivit.utils.csv import append_csv
 from adaptivit.utils.hardware import device_name
 
 BACKBONE = "deit_tiny_patch16_224"

@@ -24,13 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 import adaptivit
-from adaptivit.cli.commands import append_csv
 from adaptivit.data.dataset import Loaded
 from adaptivit.kernels import weighted_attention
 from adaptivit.policies import spec
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import get
 from adaptivit.training.run import Trainer, _accelerator, _trainer, objective
+from adaptivit.utils.csv import append_csv
 from adaptivit.utils.environment import commit
 from adaptivit.utils.settings import changed
 
@@ -105,8 +105,8 @@ def build(method: str, kind: str, batches: list[Loaded], options: argparse.Names
     torch.manual_seed(0)
     accelerator = _accelerator(config)
     model = adaptivit.create(options.backbone, policy, num_classes=options.classes, **given).to(accelerator.device)
-    model.policy.init_gate(model, batches[0].images[:64])
-    trainer = _trainer(config, model, accelerator)
+    model.policy.calibrate(model, batches[0].images[:64])
+    trainer = _trainer(config, model, accelerator, options.classes)
     if "teacher" in method:
         teacher = adaptivit.create(options.backbone, "static", num_classes=options.classes).to(accelerator.device)
         trainer.teacher = teacher.requires_grad_(False).eval()

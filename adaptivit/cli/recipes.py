@@ -1,4 +1,4 @@
-"""`adaptivit recipes`."""
+"""Every recipe, or one with all its settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from ..training import recipes
+from .command import Command
 
 
 @dataclass(frozen=True)
@@ -22,4 +22,9 @@ class RecipesConfig:
 
 
 def run(config: RecipesConfig) -> None:
+    from ..training import recipes
+
     print(recipes.describe(config.name) if config.name else recipes.listing())
+
+
+COMMAND = Command(RecipesConfig, run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from .. import tasks
 from ..data.dataset import SUFFIXES, image_files, open_image
@@ -97,3 +98,14 @@ def as_csv(predictions: list[Prediction], task: Task) -> str:
         for p in predictions
     ]
     return csv_text(rows)
+
+
+def as_table(found: list[Prediction], task: Task) -> Table:
+    """For the screen."""
+    table = Table()
+    for name in ("image", "answer", "GMACs", "of static", "mean depth"):
+        table.add_column(name, justify="left" if name in ("image", "answer") else "right")
+    for p in found:
+        share = f"{100 * p.gmacs / p.static_gmacs:.0f} %"
+        table.add_row(p.image, task.caption(p.answer), f"{p.gmacs:.3f}", share, f"{p.mean_depth:.2f}")
+    return table

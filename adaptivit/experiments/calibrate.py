@@ -1,4 +1,4 @@
-"""adaptivit calibrate: images in; the curve into the checkpoint, with a table, a CSV file and a picture of it."""
+"""Images in; the curve into the checkpoint, with a table, a CSV file and a picture of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
+from ..budget import control
 from ..budget import curve as budgets
 from ..budget.curve import Calibration, Point
-from ..budget.measure import Check, check
+from ..budget.measure import Check
 from ..budget.measure import Progress as Progressing
+from ..budget.measure import check as check_budgets
 from ..checkpoint.format import read_config
 from ..data import dataset
 from ..data.dataset import Images, Labelled
@@ -29,42 +31,59 @@ from ..utils.environment import summary
 from ..utils.hardware import device_name, device_of
 from ..utils.plotting import ACCENT, DASHED, INK, MUTED, add_axes, grid, headline, label_axes, new_figure, png_bytes
 from ..utils.text import signed_percent
-from .calibrate_config import CalibrateConfig
 
 FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cost, and for the curve
 
 
-def run(config: CalibrateConfig) -> None:
-    """Measure the curve, check it on other images, and write it."""
-    if config.budget is not None:
-        budgets.parse(config.budget)
-    model = load(config.checkpoint).float().to(device_of(config.device))
-    images, others = _images(config.data), None if config.check is None else _images(config.check)
+def calibrate(
+    checkpoint: str,
+    data: str,
+    budget: str | None = None,
+    *,
+    out: str | None = None,
+    check: str | None = None,
+    limit: int | None = None,
+    latency_batch: int | None = None,
+    batch_size: int = 32,
+    device: str = "auto",
+    workers: int = 0,
+) -> None:
+    """Measure the curve, check it on other images, and write it; the flags of the command."""
+    if budget is not None:
+        budgets.parse(budget)
+    model = load(checkpoint).float().to(device_of(device))
+    images, others = _images(data), None if check is None else _images(check)
     with bar("calibrate") as progress:
-        limit = config.limit or _enough(model, images, config, progress)
+        limit = limit or _enough(model, images, budget, batch_size, workers, progress)
         first, second = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))
-        known, unseen = (_tensors(model, part, config) for part in (first, second))
-        sizes: dict[str, Any] = {"batch_size": config.batch_size, "latency_batch": config.latency_batch}
-        curve = model.calibrate(known, config.budget, **sizes, progress=progress)
-        own = [] if config.budget is None or budgets.parse(config.budget).free else [config.budget]
+        known, unseen = (_tensors(model, part, batch_size, workers) for part in (first, second))
+        sizes: dict[str, Any] = {"batch_size": batch_size, "latency_batch": latency_batch}
+        curve = model.calibrate(known, budget, **sizes, progress=progress)
+        own = [] if budget is None or budgets.parse(budget).free else [budget]
         asked = list(dict.fromkeys([*own, *curve.tenths()]))
-        rows = check(model, unseen, asked, config.batch_size, progress)
-    place = Path(config.out or config.checkpoint)
-    _store(config, curve, model, rows)
-    show(table(curve, rows, sum(map(len, unseen)), config))
+        rows = check_budgets(model, unseen, asked, batch_size, progress)
+    files = {
+        "calibration.csv": as_csv(curve, rows, model, data, check or "").encode(),
+        "calibration.png": picture(curve, rows, model),
+    }
+    place = Path(out or checkpoint)
+    _store(Path(checkpoint), out, curve.to_config(model.budget), files)
+    show(table(curve, rows, sum(map(len, unseen)), checkpoint))
     for line in notes(model, curve):
         print(line)
     print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
 
 
-def _enough(model: AdaptiveViT, images: Labelled, config: CalibrateConfig, progress: Progressing) -> int:
+def _enough(
+    model: AdaptiveViT, images: Labelled, budget: str | None, batch_size: int, workers: int, progress: Progressing
+) -> int:
     """How many images the curve is to be measured on, by how much a few of them differ in cost."""
-    if model.policy.traits.dial_fixes_counts or len(images) <= LEAST:
+    if control.fixes_counts(model.policy) or len(images) <= LEAST:
         return LEAST
-    few = _tensors(model, images.spread(FIRST), config)
-    curve = model.calibrate(few, batch_size=config.batch_size, progress=progress)
+    few = _tensors(model, images.spread(FIRST), batch_size, workers)
+    curve = model.calibrate(few, batch_size=batch_size, progress=progress)
     device = device_name(next(model.parameters()).device)
-    own = None if config.budget is None else budgets.parse(config.budget)
+    own = None if budget is None else budgets.parse(budget)
     if own is not None and own.ms is None and not own.free:
         goals = [curve.wanted(own, device)]
     else:
@@ -93,29 +112,24 @@ def _halves(images: Labelled, limit: int) -> tuple[Labelled, Labelled]:
     return halves[0], halves[1]
 
 
-def _tensors(model: AdaptiveViT, part: Labelled, config: CalibrateConfig) -> list[Tensor]:
+def _tensors(model: AdaptiveViT, part: Labelled, batch_size: int, workers: int) -> list[Tensor]:
     source = Images(part, model.preprocessing.evaluation())
-    batches = dataset.batches(source, dataset.in_order(len(source), config.batch_size), config.workers)
+    batches = dataset.batches(source, dataset.in_order(len(source), batch_size), workers)
     read = [batch.images for batch in batches if len(batch.images)]
     if not read:
         raise DataError(f"{part.source}: no image could be read.")
     return read
 
 
-def _store(config: CalibrateConfig, curve: Calibration, model: AdaptiveViT, rows: Sequence[Check]) -> None:
+def _store(source: Path, out: str | None, curve: dict[str, Any], files: dict[str, bytes]) -> None:
     """Into the checkpoint, or a copy of it; nothing else of it changes."""
-    source = Path(config.checkpoint)
-    entry = read_config(source) | {"calibration": curve.to_config(model.budget)}
-    files = {
-        "calibration.csv": as_csv(curve, rows, config, model).encode(),
-        "calibration.png": picture(curve, rows, model),
-    }
-    if config.out is None:
+    entry = read_config(source) | {"calibration": curve}
+    if out is None:
         write_json(source / "config.json", entry)
         for name, content in files.items():
             write_bytes(source / name, content)
         return
-    with new_directory(config.out) as place:
+    with new_directory(out) as place:
         shutil.copytree(source, place, dirs_exist_ok=True)
         write_text(place / "config.json", json.dumps(entry, indent=2) + "\n")
         for name, content in files.items():
@@ -138,11 +152,11 @@ def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
     if warning is not None:
         lines.append(f"note: {warning}")
     if model.budget is not None:
-        lines.append(f"budget {model.budget}: {curve.dial} = {model.budget_state.position(device):.5g}")
+        lines.append(f"budget {model.budget}: {curve.dial} = {model._position(device):.5g}")
     return lines
 
 
-def table(curve: Calibration, rows: Sequence[Check], images: int, config: CalibrateConfig) -> Table:
+def table(curve: Calibration, rows: Sequence[Check], images: int, checkpoint: str) -> Table:
     """The budgets that were checked on images that the curve has not seen."""
     names = ("budget", curve.dial, "live tokens", "GMACs asked for", "GMACs", "against static", "error", "expected")
     cells = []
@@ -156,17 +170,17 @@ def table(curve: Calibration, rows: Sequence[Check], images: int, config: Calibr
         )
         place = (row.budget, f"{row.position:.4f}", f"{row.point.live:.1f}")
         cells.append((*place, *cost, f"{100 * row.error:+.2f} %", expected))
-    title = f"{config.checkpoint}: curve of {curve.images} images, checked on {images} others"
+    title = f"{checkpoint}: curve of {curve.images} images, checked on {images} others"
     return screen_table(title, cells, names, left=0)
 
 
-def as_csv(curve: Calibration, rows: Sequence[Check], config: CalibrateConfig, model: AdaptiveViT) -> str:
+def as_csv(curve: Calibration, rows: Sequence[Check], model: AdaptiveViT, data: str, checked: str) -> str:
     """The curve's points, then the budgets checked on unseen images."""
     columns = ("kind", "budget", "dial", "position", "live", "gmacs_asked", "gmacs", "gmacs_sd", "gmacs_static")
     where = {
         "images": curve.images,
-        "data": config.data,
-        "check": config.check or "",
+        "data": data,
+        "check": checked,
         "policy": model.policy_name,
         "device": device_name(next(model.parameters()).device),
     }

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from ..backbones.build import DIGITS_VIT
@@ -18,7 +17,7 @@ from ..backbones.preprocessing import Preprocessing
 from ..data.dataset import Loaded
 from ..data.digits import MEAN, PATCH, SIZE, STD, Digits, visible
 from ..evaluation.evaluate import Result, evaluate, paired_difference
-from ..execution.timing import Timing, interleaved
+from ..evaluation.timing import Timing, interleaved
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
@@ -27,11 +26,11 @@ from ..training.optim import adamw
 from ..training.run import objective
 from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
-from ..utils.console import screen_table
+from ..utils.console import Step, bars, screen_table
 from ..utils.environment import summary
 from ..utils.plotting import halting_maps, layer_curve
+from ..utils.settings import changed
 from ..visualize.html import Picture, write_report
-from .quickstart_config import QuickstartConfig
 
 STATIC = TrainConfig(
     data="digits",
@@ -70,17 +69,17 @@ class Row:
         }
 
 
-def quickstart(config: QuickstartConfig) -> None:
-    """adaptivit quickstart"""
-    console, begun, out = Console(), time.perf_counter(), Path(config.out)
-    digits = Digits.load(few=config.fast)
+def quickstart(out: str | Path, seed: int = 0, fast: bool = False) -> None:
+    """Train both models, compare them, and write checkpoints, pictures and a report."""
+    console, begun, out = Console(), time.perf_counter(), Path(out)
+    digits = Digits.load(few=fast)
     console.print("[bold]adaptivit quickstart[/]: handwritten digits on a noisy canvas, 64 patches a picture\n")
-    columns = (TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=console) as bars:
-        static = _train_static(config, digits, bars)
-        adaptive = _train_adaptive(config, digits, bars, static)
+    changes = {"seed": seed, "epochs": 1} if fast else {"seed": seed}
+    with bars(console, keep=True) as progress:
+        static = _train_static(changed(STATIC, changes), digits, progress)
+        adaptive = _train_adaptive(changed(ADAPTIVE, changes), digits, progress, static)
         test = digits.testing()
-        rows = _measure(static, adaptive, test, bars, repeats=2 if config.fast else 15)
+        rows = _measure(static, adaptive, test, progress, repeats=2 if fast else 15)
     seconds = time.perf_counter() - begun
     forms = {"top-1 %": ".2f", "MMACs": ".1f", "mean depth": ".2f", "ms/image": ".3f"}
     speeds = ["", *(f"{row.time.speed(rows[0].time):.2f}x" for row in rows[1:])]
@@ -98,61 +97,57 @@ def quickstart(config: QuickstartConfig) -> None:
     )
     static.save_pretrained(out / "static")
     adaptive.save_pretrained(out / "aht")
-    _write(out, config, rows, adaptive, test[0], seconds)
+    _write(out, seed, rows, adaptive, test[0], seconds)
     console.print(f"\nreport        {out / 'report.html'}  (open it in a browser)")
     console.print(f"halting maps  {out / 'halting_maps.png'}\ncheckpoints   {out / 'static'}, {out / 'aht'}")
     console.print(f"done in {time.perf_counter() - begun:.0f} s")
 
 
-def _train_static(config: QuickstartConfig, digits: Digits, bars: Progress) -> AdaptiveViT:
-    torch.manual_seed(config.seed)
+def _train_static(recipe: TrainConfig, digits: Digits, progress: Step) -> AdaptiveViT:
+    torch.manual_seed(recipe.seed)
     model = create(DIGITS_VIT, "static")
     nn.init.normal_(model.vit.pos_embed, std=0.2)  # places must be told apart from the first step on
-    recipe = replace(STATIC, seed=config.seed, epochs=1 if config.fast else STATIC.epochs)
-    return _train("static ViT", model, recipe, digits, bars, None)
+    return _train("static ViT", model, recipe, digits, progress, None)
 
 
-def _train_adaptive(config: QuickstartConfig, digits: Digits, bars: Progress, static: AdaptiveViT) -> AdaptiveViT:
-    policy, values = spec.parse(ADAPTIVE.policy)
-    torch.manual_seed(config.seed)
+def _train_adaptive(recipe: TrainConfig, digits: Digits, progress: Step, static: AdaptiveViT) -> AdaptiveViT:
+    policy, values = spec.parse(recipe.policy)
+    torch.manual_seed(recipe.seed)
     model = create(DIGITS_VIT, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())
-    first = next(digits.training(config.seed, 0, 64))
-    model.policy.init_gate(model, first.images)
-    recipe = replace(ADAPTIVE, seed=config.seed, epochs=1 if config.fast else ADAPTIVE.epochs)
+    first = next(digits.training(recipe.seed, 0, 64))
+    model.policy.calibrate(model, first.images)
     teacher = static.requires_grad_(False).eval()
-    trained = _train("AHT-ViT   ", model, recipe, digits, bars, teacher)
+    trained = _train("AHT-ViT", model, recipe, digits, progress, teacher)
     static.requires_grad_(True)
     return trained
 
 
 def _train(
-    name: str, model: AdaptiveViT, recipe: TrainConfig, digits: Digits, bars: Progress, teacher: AdaptiveViT | None
+    name: str, model: AdaptiveViT, recipe: TrainConfig, digits: Digits, progress: Step, teacher: AdaptiveViT | None
 ) -> AdaptiveViT:
     model.class_names = [str(i) for i in range(10)]
     model.preprocessing = Preprocessing((SIZE, SIZE), (MEAN,) * 3, (STD,) * 3, 1.0, "bilinear")
     trainer = Trainer(model, objective(recipe), adamw(model, recipe), recipe, Accelerator(cpu=True), model, teacher)
     per_epoch = len(digits.train_x) // recipe.batch_size
-    task = bars.add_task(f"training {name}", total=recipe.epochs * per_epoch, figures="")
     seen: list[float] = []
-    step = 0
+    step, total = 0, recipe.epochs * per_epoch
     for epoch in range(recipe.epochs):
         for batch in digits.training(recipe.seed, epoch, recipe.batch_size):
             losses, output = trainer.step(batch, step, per_epoch)
             step += 1
             seen.append(float((output.logits.detach().argmax(1) == batch.labels).double().mean()))
-            bars.update(task, advance=1)
-            if step % 8:
+            if step % 8 and step < total:
                 continue
             recent = sum(seen[-per_epoch:]) / len(seen[-per_epoch:])
             figures = f"loss {float(losses.total.detach()):.2f}  acc {100 * recent:4.1f} %"
             figures += f"  depth {float(output.trace.mean_depth.mean()):.1f}"
             figures += f"  {float(output.macs_deployed.mean()) / 1e6:.1f} MMACs"
-            bars.update(task, figures=figures)
+            progress(f"training {name}", step, total, figures)
     return model.eval()
 
 
-def _measure(static: AdaptiveViT, adaptive: AdaptiveViT, test: list[Any], bars: Progress, repeats: int) -> list[Row]:
+def _measure(static: AdaptiveViT, adaptive: AdaptiveViT, test: list[Any], progress: Step, repeats: int) -> list[Row]:
     """Accuracy on the test digits, and time in turn on one batch of them."""
     contenders = {
         "static": (static, "packed"),
@@ -161,14 +156,12 @@ def _measure(static: AdaptiveViT, adaptive: AdaptiveViT, test: list[Any], bars: 
     }
     results = {name: evaluate(model, test, layout=layout) for name, (model, layout) in contenders.items()}
     images = test[0].images
-    task = bars.add_task("timing             ", total=repeats, figures=f"{len(images)} images a batch")
-    times = interleaved(contenders, images, repeats, progress=lambda done: bars.update(task, completed=done))
+    note = f"{len(images)} images a batch"
+    times = interleaved(contenders, images, repeats, progress=lambda n: progress("timing", n, repeats, note))
     return [Row(name, results[name], times[name]) for name in contenders]
 
 
-def _write(
-    out: Path, config: QuickstartConfig, rows: list[Row], model: AdaptiveViT, batch: Loaded, seconds: float
-) -> None:
+def _write(out: Path, seed: int, rows: list[Row], model: AdaptiveViT, batch: Loaded, seconds: float) -> None:
     images, labels = batch.images, batch.labels
     with torch.inference_mode():
         output = model(images)
@@ -185,7 +178,7 @@ def _write(
     packed, static = rows[2], rows[0]
     live, total = packed.result.live, model.shape.tokens
     every = depth.flatten().numpy()
-    environment = summary(**{"CPU threads": torch.get_num_threads(), "seed": config.seed})
+    environment = summary(**{"CPU threads": torch.get_num_threads(), "seed": seed})
     table = [row.cells for row in rows]
     write_bytes(out / "halting_maps.png", maps)
     write_json(out / "results.json", {"rows": table, "seconds": seconds, "environment": environment})
@@ -225,7 +218,7 @@ def _write(
             "“Masked” computes every token and only pretends; it is the reference that the packed path is tested "
             "against. “Packed” keeps the rows of live tokens alone, so its time falls with its work.",
         ],
-        command=f"adaptivit quickstart --seed {config.seed}",
+        command=f"adaptivit quickstart --seed {seed}",
         environment=environment,
     )
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import UserError
 from ..utils.atomic_io import write_bytes, write_json
 from ..utils.csv import cell
@@ -119,6 +117,8 @@ class RowStore:
     def put(self, key: str, row: Row, result: Result | None = None) -> None:
         """Write the row, after the images that the result got right."""
         if result is not None:
+            import numpy as np
+
             buffer = io.BytesIO()
             np.savez_compressed(buffer, correct=np.array(result.scores, bool), indices=np.array(result.indices))
             write_bytes(self.path(key).with_suffix(".npz"), buffer.getvalue())
@@ -126,6 +126,8 @@ class RowStore:
 
     def correct(self, key: str) -> Result | None:
         """The result as far as a paired difference needs it; None where the file is missing or damaged."""
+        import numpy as np
+
         from ..evaluation.evaluate import Result
 
         try:

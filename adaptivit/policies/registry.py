@@ -37,7 +37,7 @@ def get(name: str) -> Record:
     if name not in _registered and name in _entry_points():
         _load(_entry_points()[name])
     if name not in _registered:
-        raise unknown("policy", name, names())
+        raise UserError(f"{unknown('policy', name, names())} One of your own: --import FILE, or import its module.")
     return _registered[name]
 
 

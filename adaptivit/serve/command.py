@@ -1,4 +1,4 @@
-"""adaptivit serve and adaptivit demo: the service on a socket, until a signal stops it."""
+"""The service on a socket, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from PIL import Image
 from rich.console import Console
 
 from ..errors import UserError
-from ..evaluation.named_model import build, names_of
 from ..factory import load
 from ..model import AdaptiveViT
-from ..utils.hardware import device_of
 from .app import make_app
-from .config import TOKEN, DemoConfig, Limits, ServeConfig
+from .config import TOKEN, Limits
 from .connection import limited
 from .guard import LOOPBACK
 from .service import Service
@@ -34,31 +32,6 @@ from .service import Service
 def demo_model() -> AdaptiveViT:
     """The small model of handwritten digits that comes with the package (docs/guide/quickstart.md)."""
     return load(Path(__file__).parent / "model").float()  # stored in half precision
-
-
-def serve(config: ServeConfig) -> None:
-    """adaptivit serve"""
-    token = _token(config.token_file)
-    with _loading(config.host, config.port):
-        model = build(config)
-    service = Service(
-        model.to(device_of(config.device)),
-        limits=config.limits,
-        name=config.name,
-        class_names=names_of(config.class_names, model),
-        batch_tokens=config.batch_tokens,
-        batch_images=config.batch_images,
-        wait=config.wait_ms / 1e3,
-    )
-    run(service, config.host, config.port, token=token, hosts=config.hosts, page=config.page)
-
-
-def demo(config: DemoConfig) -> None:
-    """adaptivit demo"""
-    with _loading(config.host, config.port):
-        model = demo_model() if config.checkpoint is None else load(config.checkpoint).float()
-    service = Service(model.to(device_of(config.device)), class_names=names_of(config.class_names, model))
-    run(service, config.host, config.port, token=_token(None), opened=config.open)
 
 
 def run(
@@ -111,7 +84,7 @@ def _settings(app: Any, limits: Limits) -> uvicorn.Config:
 
 
 @contextlib.contextmanager
-def _loading(host: str, port: int) -> Iterator[None]:
+def loading(host: str, port: int) -> Iterator[None]:
     """A status line. A taken port is an error before the model is read, which takes a while."""
     _listen(host, port).close()
     with Console(stderr=True).status("loading the model"):
@@ -128,7 +101,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(f"Cannot listen on {host}, port {port}: {why}.{hint}") from None
 
 
-def _token(path: str | None) -> str | None:
+def read_token(path: str | None) -> str | None:
     """The bearer token of a file or of the environment, since others can see a command line."""
     where = TOKEN if path is None else path
     try:

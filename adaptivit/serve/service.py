@@ -12,6 +12,7 @@ from starlette.requests import Request
 from torch import Tensor
 
 from .. import tasks
+from ..budget import control
 from ..budget.curve import Budget, parse
 from ..errors import UserError
 from ..model import AdaptiveViT
@@ -113,7 +114,7 @@ class Service:
             raise Refused(422, f"budget: expected something like '-33%', got {shown(given)}.")
         try:
             budget = parse(given)
-            self.model.budget_state.solve(budget, self.batcher.device)
+            control.solve(self.model, budget, self.batcher.device)
         except UserError as error:
             raise Refused(422, " ".join(str(error).split())) from None
         return budget

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 
-from .. import tasks
 from ..checkpoint import weights as checkpoint
 from ..errors import NotFiniteError, UserError, WeightsError
 from ..evaluation.evaluate import Result
 from ..utils import environment
 from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
+from ..utils.console import bars
 from ..utils.settings import flat
 from ..utils.sharded import like, whole
 from . import fsdp, log_plots
@@ -173,7 +172,7 @@ class RunDirectory:
         records = log_plots.read(self.path / "log.jsonl")
         log_plots.write_tables(records, self.path)
         if last or time.monotonic() - self.drawn > _REDRAW:
-            write_bytes(self.path / "curves.png", log_plots.draw(records, self.path.name, tasks.get(self.config.task)))
+            write_bytes(self.path / "curves.png", log_plots.draw(records, self.path.name))
             self.drawn = time.monotonic()
 
     def finish(self, trainer: Trainer, result: Result) -> None:
@@ -190,23 +189,15 @@ class Meter:
 
     def __init__(self, run: RunDirectory, total: int, start: int, show: bool) -> None:
         self.run, self.speed = run, 0.0
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
-            console=run.console,
-            disable=not show,
-        )
-        self.task = self.progress.add_task("train", total=total, completed=start, figures="")
+        self.done, self.total = start, total
+        self.bars = bars(run.console, keep=True, hide=not show)
 
     def __enter__(self) -> Meter:
-        self.progress.start()
+        self.progress = self.bars.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+    def __exit__(self, *error: Any) -> None:
+        self.bars.__exit__(*error)
 
     def wants(self, step: int) -> bool:
         """Whether this step is logged."""
@@ -214,8 +205,9 @@ class Meter:
 
     def step(self, step: int, losses: Losses, seen: Seen | None, speed: float, trainer: Trainer) -> None:
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
-        self.progress.advance(self.task)
+        self.done += 1
         if seen is None:
+            self.progress("train", self.done, self.total)
             return
         figures = {
             "loss": float(losses.total.detach()),
@@ -225,13 +217,12 @@ class Meter:
             "lr": trainer.optimizer.param_groups[0]["lr"],
         }
         self.run.log({"kind": "train", "step": step + 1, **figures})
-        task, metric = trainer.task, next(iter(trainer.task.metrics.values()))
         terms = " ".join(f"{name} {float(value):.3f}" for name, value in losses.terms.items())
-        text = (
-            f"{terms} | {task.score} {metric.text(figures[task.score])} | depth {figures['mean_depth']:.2f} | "
+        note = (
+            f"{terms} | acc {figures['accuracy']:.1f} % | depth {figures['mean_depth']:.2f} | "
             f"{figures['gmacs']:.3f} GMACs | {self.speed:.0f} img/s"
         )
-        self.progress.update(self.task, figures=text)
+        self.progress("train", self.done, self.total, note)
 
     def epoch(self, epoch: int, step: int, result: Result) -> None:
         self.run.log({"kind": "validation", "step": step, "epoch": epoch + 1, **result.summary()})

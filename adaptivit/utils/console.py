@@ -8,9 +8,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+Step = Callable[..., None]  # called as work is done
 
 
 def screen_table(
@@ -37,9 +39,37 @@ def show(*tables: Table, width: int = 120) -> None:
 
 
 @contextmanager
-def bar(what: str, total: int | None = None, console: Console | None = None) -> Iterator[Callable[..., Any]]:
-    """A progress bar that is gone at the end; call it with what is done, and with the total where that changes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console or Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done, total=total: progress.update(task, completed=done, total=total)
+def bars(console: Console | None = None, *, keep: bool = False, hide: bool = False) -> Iterator[Step]:
+    """Progress bars, one for every name that is called: step(what, done, total, note).
+
+    They show from the first call on, so that a mistake before it is one line; `keep` leaves them there at the end.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    shown = Progress(
+        *columns,
+        TimeRemainingColumn(compact=True),
+        console=console or Console(stderr=True),
+        transient=not keep,
+        disable=hide,
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def step(what: str, done: int, total: int | None = None, note: str | None = None) -> None:
+        if not tasks:
+            shown.start()
+        if what not in tasks:
+            tasks[what] = shown.add_task(what, total=total, note="")
+        fields: dict[str, Any] = {} if note is None else {"note": note}
+        shown.update(tasks[what], completed=done, total=total, **fields)
+
+    try:
+        yield step
+    finally:
+        shown.stop()
+
+
+@contextmanager
+def bar(what: str, total: int | None = None, console: Console | None = None) -> Iterator[Step]:
+    """One progress bar that is gone at the end: step(done, total, note), a total where that changes."""
+    with bars(console) as step:
+        yield lambda done, total=total, note=None: step(what, done, total, note)

@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import adaptivit
-from adaptivit.cli import commands
 from adaptivit.data import dataset
 from adaptivit.data.dataset import Images, batches, in_order
 from adaptivit.evaluation.evaluate import Result, evaluate, flipped_decisions, paired_difference
+from adaptivit.utils.csv import append_csv
 from tests.support.commands import SMALL, refused, run, static
 from tests.support.data_sets import folder, npz, split_folder
 from tests.support.models import model_of, shared
@@ -143,8 +143,8 @@ def test_the_command_writes_json_and_csv_with_timms_columns(tmp_path: Path, caps
 
 def test_the_csv_grows_by_rows_and_columns(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
-    commands.append_csv(path, {"model": "a, b", "top1": 1.5, "live": [1.0, 2.25]})
-    commands.append_csv(path, {"model": "c", "top1": 2, "new": "x"})
+    append_csv(path, {"model": "a, b", "top1": 1.5, "live": [1.0, 2.25]})
+    append_csv(path, {"model": "c", "top1": 2, "new": "x"})
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows[0] == {"model": "a, b", "top1": "1.5", "live": "1.00 2.25", "new": ""}

@@ -21,8 +21,9 @@ import httpx
 import pytest
 
 from adaptivit.cli.main import main
+from adaptivit.cli.serve import ServeConfig
 from adaptivit.serve import Job, Service, command
-from adaptivit.serve.config import Limits, ServeConfig
+from adaptivit.serve.config import Limits
 from tests.support.models import pictures, tiny
 from tests.support.serving import Running, error, files, photo, running, until
 

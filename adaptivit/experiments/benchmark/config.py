@@ -1,17 +1,16 @@
-"""The settings of `adaptivit benchmark`, as a frozen dataclass like those of config.py. Nothing here imports torch."""
+"""The settings of a benchmark. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ...errors import UserError, unknown
 from ...evaluation import halting_profiles
 from ...policies import spec
 from ...utils.coerce import at_least, check_size
+from ...utils.settings import command
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("auto", "masked", "packed", "gathered", "captured", "padded")
@@ -133,13 +132,7 @@ class BenchmarkConfig:
 
     def command(self) -> str:
         """The command line that says the same."""
-        words = ["adaptivit", "benchmark"]
-        for f in dataclasses.fields(self):
-            value: Any = getattr(self, f.name)
-            if value != f.default:
-                several = value if isinstance(value, tuple) else () if value is True else (value,)
-                words += ["--" + f.name.replace("_", "-"), *map(str, several)]
-        return shlex.join(words)
+        return command("benchmark", self)
 
 
 def _known(kind: str, given: Sequence[str], valid: Sequence[str]) -> None:

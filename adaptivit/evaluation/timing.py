@@ -7,13 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..model import AdaptiveViT
+from ..model import AdaptiveViT
 
 ENOUGH = 2e-3  # seconds that one measurement should last
 _MOST = 1000  # calls in one measurement

@@ -1,4 +1,4 @@
-"""The settings of `adaptivit calibrate`. Nothing here imports torch."""
+"""Set what a checkpoint costs: a budget in MACs, percent or ms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..utils.coerce import at_least
+from .command import Command
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,12 @@ class CalibrateConfig:
         for name in ("limit", "latency_batch"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
+
+
+def run(config: CalibrateConfig) -> None:
+    from ..experiments.calibrate import calibrate
+
+    calibrate(**vars(config))
+
+
+COMMAND = Command(CalibrateConfig, run)

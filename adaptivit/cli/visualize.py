@@ -1,18 +1,26 @@
-"""The settings of `adaptivit visualize`. Nothing here imports torch."""
+"""See which tokens stop, skip or merge: pictures and an HTML report."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from ..errors import UserError
-from ..utils.coerce import at_least, check_size
+from ..utils.coerce import at_least
+from .command import Command, ModelConfig, names_of
+
+if TYPE_CHECKING:
+    from ..model import AdaptiveViT
 
 
 @dataclass(frozen=True)
-class VisualizeConfig:
+class VisualizeConfig(ModelConfig):
     """See what a model does: halting maps, animations, charts, and one HTML report.
 
     Example: adaptivit visualize runs/train/model --images cat.jpg photos/ --out seen
@@ -40,19 +48,6 @@ class VisualizeConfig:
     shown images. 24 is a good number and takes minutes on a CPU; 0 for none of it."""
     class_names: str | None = None
     """Text file with one class name a line; default: the checkpoint's."""
-    backbone: str | None = None
-    """timm name, where there is no checkpoint."""
-    policy: str = "static"
-    """Policy and settings for that backbone, e.g. fold:budget=0.67 (listed below)."""
-    weights: str | None = None
-    """Weights for that backbone: .safetensors or .pth in timm's keys."""
-    img_size: int | None = None
-    """Image size in pixels; default: the backbone's."""
-    budget: str | None = None
-    """What an image may cost in the mean: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint. none: its
-    settings."""
-    max_macs: str | None = None
-    """What any single image may cost at most: '1.0 GMACs' or -20%."""
     batch_size: int = 32
     """Images at a time."""
     seed: int = 0
@@ -61,7 +56,7 @@ class VisualizeConfig:
     """Where to run."""
 
     def __post_init__(self) -> None:
-        check_size(self.img_size)
+        super().__post_init__()
         for name in ("shown", "batch_size"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
@@ -71,3 +66,47 @@ class VisualizeConfig:
             at_least("tokens", self.tokens, 3)
         if bool(self.images) == (self.data is not None):
             raise UserError("Expected either --images FILES... or --data FOLDER.")
+
+
+def run(config: VisualizeConfig) -> None:
+    from ..utils.console import bars
+    from ..utils.hardware import device_of
+    from ..visualize import data_set, report
+
+    start, model, device = time.perf_counter(), config.build(), device_of(config.device)
+    names = names_of(config.class_names, model)
+    static = _static_model(config.static, model) if config.static else None
+    images: Any = list(config.images)
+    if config.data is not None:
+        images = data_set(config.data, model, config.limit, config.split)
+    with bars() as progress:
+        page = report(
+            model.to(device),
+            images,
+            config.out,
+            static=None if static is None else static.to(device),
+            class_names=names,
+            name=config.checkpoint or "",
+            shown=config.shown,
+            tokens=config.tokens,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            command=shlex.join(["adaptivit", *sys.argv[1:]]) if sys.argv[1:2] == ["visualize"] else "",
+            progress=progress,
+        )
+    print(f"wrote {page} and its pictures in {time.perf_counter() - start:.1f} s")
+
+
+def _static_model(path: str, model: AdaptiveViT) -> AdaptiveViT:
+    from ..factory import create, load
+
+    if not Path(path).is_file():
+        return load(path).float()
+    if model.backbone_name is None:
+        raise UserError(
+            f"static: {path} is a weights file, and the backbone has no timm name; give a checkpoint directory."
+        )
+    return create(model.backbone_name, "static", weights=path, img_size=model.preprocessing.size)
+
+
+COMMAND = Command(VisualizeConfig, run, policies=True)

@@ -1,4 +1,4 @@
-"""adaptivit reproduce: list, show or run. torch is imported only where something runs."""
+"""Run a table or figure of ours or of a paper again."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ...utils.console import screen_table, show
-from ..job import Job
-from .plan import ReproduceConfig, plan
-from .tables import TABLES, Table
+from ..experiments.job import Job
+from ..experiments.reproduce.plan import ReproduceConfig, plan
+from ..experiments.reproduce.tables import TABLES, Table
+from .command import Command
 
 UNFINISHED = 75  # exit code where --minutes were not enough: try again
 
 
-def reproduce(config: ReproduceConfig) -> None:
+def run(config: ReproduceConfig) -> None:
     if not config.table:
         listing()
         return
@@ -23,7 +23,7 @@ def reproduce(config: ReproduceConfig) -> None:
         dry_run(config)
         return
     begun = time.monotonic()  # importing torch is a part of --minutes
-    from .run import execute
+    from ..experiments.reproduce.run import execute
 
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:
@@ -50,6 +50,8 @@ def _interrupted(*_: object) -> None:
 
 def listing() -> None:
     """Print every table with what it corresponds to and how much it is."""
+    from ..utils.console import screen_table, show
+
     cells = []
     for table in TABLES.values():
         jobs = plan(ReproduceConfig(table=table.name, dry_run=True))
@@ -96,3 +98,6 @@ def _facts(table: Table, job: Job) -> str:
     if job.paper:
         words.append(f"paper {job.paper}")
     return "; ".join(words)
+
+
+COMMAND = Command(ReproduceConfig, run)

@@ -1,4 +1,4 @@
-"""The settings of `adaptivit export`. Nothing here imports torch, so that --help is instant."""
+"""ONNX or .pt2, compared with the model before it is written."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..errors import UserError
-
-KINDS = ("masked", "topk", "ragged")
+from ..utils.coerce import positive
+from .command import Command
 
 
 @dataclass(frozen=True)
@@ -34,5 +33,27 @@ class ExportConfig:
     """Largest difference of a logit, relative to the largest logit where that is above 1."""
 
     def __post_init__(self) -> None:
-        if not self.tolerance > 0:
-            raise UserError(f"tolerance: expected a number > 0, got {self.tolerance}.")
+        positive("tolerance", self.tolerance)
+
+
+def run(config: ExportConfig) -> None:
+    from rich.console import Console
+
+    from ..checkpoint.export import export
+    from ..checkpoint.model_card import pictures_for
+    from ..evaluation.predict import find_images
+    from ..factory import load
+
+    model = load(config.checkpoint).float()
+    images = pictures_for(model, find_images(config.images)[:64]) if config.images else None
+    kind, tolerance = config.kind, config.tolerance
+    with Console(stderr=True).status("tracing the model, then comparing; a minute or two"):
+        done = export(model, config.out, format=config.format, kind=kind, images=images, tolerance=tolerance)
+    print(
+        f"wrote {done.path}: {config.format}, {done.kind}, {done.size / 1e6:.1f} MB; on {done.images} images the "
+        f"largest difference of a logit is {done.difference:.2g}, "
+        f"and {100 * done.flipped:.2f} % of the tokens differ in depth"
+    )
+
+
+COMMAND = Command(ExportConfig, run)

@@ -1,0 +1,83 @@
+"""What a command is, and the flags that name a model. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..utils.coerce import check_size
+
+if TYPE_CHECKING:
+    from ..model import AdaptiveViT
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its docstring is its line in --help."""
+
+    config: type  # a frozen dataclass: its fields are the flags, the strings under them their help
+    run: Callable[[Any], None]  # imports torch inside, so that --help is instant
+    policies: bool = False  # --help lists the policies and their settings
+    recipes: str = ""  # --help lists the recipes, with this note on how to name one
+    of_recipe: Callable[[str], Any] | None = None  # the configuration that `--recipe NAME` starts from
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model: a checkpoint of ours, or a backbone with a policy."""
+
+    checkpoint: str | None = None
+    """Directory saved by `train` or save_pretrained."""
+    backbone: str | None = None
+    """timm name, where there is no checkpoint."""
+    policy: str = "static"
+    """Policy and settings for that backbone, e.g. aht:threshold=0.9 (listed below)."""
+    weights: str | None = None
+    """Weights for that backbone: .safetensors or .pth in timm's keys."""
+    img_size: int | None = None
+    """Image size in pixels; default: the backbone's."""
+    budget: str | None = None
+    """What an image may cost in the mean: '0.8 GMACs', -33% or '3 ms'; for a calibrated checkpoint. none: its
+    settings."""
+    max_macs: str | None = None
+    """What any single image may cost at most: '1.0 GMACs' or -20%."""
+
+    def __post_init__(self) -> None:
+        check_size(self.img_size)
+
+    def build(self) -> AdaptiveViT:
+        """The model, at its budget."""
+        from ..factory import create, load
+        from ..policies import spec
+
+        if (self.checkpoint is None) == (self.backbone is None):
+            raise UserError("Expected either --checkpoint DIR or --backbone NAME (with --weights FILE and --policy).")
+        if self.checkpoint is not None:
+            if self.weights is not None or self.img_size is not None or self.policy != "static":
+                raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
+            model = load(self.checkpoint).float()
+        else:
+            policy, values = spec.parse(self.policy)
+            assert self.backbone is not None
+            model = create(self.backbone, policy, weights=self.weights, img_size=self.img_size, **values)
+        if self.budget is not None:
+            model.budget = self.budget
+        if self.max_macs is not None:
+            model.max_macs = self.max_macs
+        return model
+
+
+def names_of(path: str | None, model: AdaptiveViT) -> list[str] | None:
+    """The class names in a file, one for each class of the model; None where there is no file."""
+    if path is None:
+        return None
+    try:
+        names = [line for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the class names in {path} ({error}).") from None
+    if len(names) != (count := model.vit.num_classes):
+        raise UserError(f"class_names: expected {count} names, one a line for each class, got {len(names)} in {path}.")
+    return names

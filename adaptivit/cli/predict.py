@@ -1,0 +1,69 @@
+"""Classes, probabilities and cost of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ..errors import UserError
+from ..utils.coerce import at_least
+from .command import Command, ModelConfig, names_of
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """Classes with probabilities for images, and what each one cost.
+
+    Example: adaptivit predict cat.jpg dog.jpg --checkpoint runs/train/model
+    """
+
+    images: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Image files or folders."""
+    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
+    top_k: int = 3
+    """Classes to show for each image."""
+    format: Literal["table", "jsonl", "csv"] = "table"
+    """How to print."""
+    out: str | None = None
+    """Write there instead of printing."""
+    class_names: str | None = None
+    """Text file with one class name a line; default: the checkpoint's."""
+    layout: Literal["auto", "masked", "packed", "gathered"] = "auto"
+    """How live tokens are stored."""
+    batch_size: int = 32
+    """Images at a time."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __post_init__(self) -> None:
+        at_least("top_k", self.top_k, 1)
+        at_least("batch_size", self.batch_size, 1)
+
+
+def run(config: PredictConfig) -> None:
+    from .. import tasks
+    from ..evaluation import predict
+    from ..utils.atomic_io import write_text
+    from ..utils.console import show
+    from ..utils.hardware import device_of
+
+    if config.out and config.format == "table":
+        raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
+    paths = predict.find_images(config.images)
+    model = config.model.build()
+    names, task, device = names_of(config.class_names, model), tasks.get(model.task), device_of(config.device)
+    sizes: dict[str, Any] = {"top_k": config.top_k, "layout": config.layout, "batch_size": config.batch_size}
+    found = predict.predict(model.to(device), paths, names=names, device=str(device), **sizes)
+    if config.format == "table":
+        show(predict.as_table(found, task))
+        return
+    text = predict.as_jsonl(found, task) if config.format == "jsonl" else predict.as_csv(found, task)
+    if config.out is None:
+        print(text, end="")
+    else:
+        write_text(config.out, text)
+
+
+COMMAND = Command(PredictConfig, run, policies=True)
