@@ -16,7 +16,6 @@ from .backbones import family_of
 from .backbones.build import build_backbone, rebuild
 from .backbones.preprocessing import Preprocessing
 from .backbones.slim import narrow
-from .budget import control
 from .checkpoint import format as checkpoint
 from .checkpoint.weights import State, fill, fit_backbone, fit_policy, read_weights
 from .cost import Shape
@@ -95,7 +94,7 @@ def load(directory: str | Path) -> AdaptiveViT:
         described = config["backbone"]
         model = AdaptiveViT(rebuild(described), config["policy"], config["settings"], described.get("name"))
         _describe(model, config)
-        control.restore(model, config.get("calibration"), config.get("max_macs"))
+        model.budget_state.restore(config.get("calibration"), config.get("max_macs"))
     fill(model, stored.state, stored.source, exact=True)
     stored.check_digest()
     if wrong := checkpoint.class_name_mismatch(model):
@@ -170,8 +169,7 @@ def _from_directory(
         fit_policy(model, stored.policy_state(), str(directory))
         if keep_head and model.policy.settings == make(policy, config["settings"]):  # it is what was measured
             with _explained(directory / "config.json"):
-                held = control.fitting(model, config.get("calibration"), config.get("max_macs"))
-                control.restore(model, *held)
+                model.budget_state.restore_at_other_size(config.get("calibration"), config.get("max_macs"))
     stored.check_digest()
     return model.eval() if is_narrow else _narrowed(model).eval()
 

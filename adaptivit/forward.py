@@ -38,11 +38,13 @@ def forward(
     """
     run = PassState(executor, make_layout, images, setting, frozenset(aux), full_last_mlp)
     policy = setting.policy
-    state = policy.start(BlockContext(run, 0, run.aux))
+    state = policy.init_state(BlockContext(run, 0, run.aux))
     for layer, block in enumerate(executor.backbone.blocks):
         run.layout.layer = layer
         ctx = BlockContext(run, layer, run.aux)
-        request = EvidenceRequest(policy.evidence(layer, run.aux), policy.evidence_index, policy.evidence_gradient)
+        request = EvidenceRequest(
+            policy.evidence(layer, run.aux), policy.traits.evidence_index, policy.traits.evidence_grad
+        )
         request.gate = policy.fused_gate(ctx, state)
 
         run.apply(layer, "before", policy.before(ctx, state))
@@ -84,7 +86,7 @@ class PassState:
         pools = shape.head_tokens == shape.tokens
         self.head_tokens = x.shape[1] if self.wants_tokens or pools else shape.head_tokens
         self.layout = make_layout(x, self.head_tokens)
-        self.layout.keeps_prefix = policy.keeps_prefix
+        self.layout.keeps_prefix = policy.traits.keeps_prefix
         self.layout.positions = backbone.positions(images)
         self.costs = CostModel(shape, x.shape[1])
         self.shift = None if setting.shift is None else setting.shift[:, None]  # [B, 1]
@@ -113,8 +115,7 @@ class PassState:
         """Add what the readout takes, let the layout do the rest, and record the decision."""
         if decision is None:
             return
-        if self.prefix_only_mlp and not isinstance(decision, Keep):
-            raise ValueError(f"{type(decision).__name__} at the very end, of a policy that says quiet_end.")
+        self._check(decision)
         weight = getattr(decision, "readout_weight", None)
         if weight is not None:
             part = weight[:, : self.head_tokens, None].to(self.layout.rows.dtype) * self.layout.head_rows()
@@ -124,6 +125,19 @@ class PassState:
         self.layout.apply(decision, when)
         self.stack_in_kernel = self.stack_in_kernel or isinstance(decision, (Merge, Skip))
         self.steps.append(AppliedDecision(layer, when, detached(decision)))
+
+    def _check(self, decision: Decision) -> None:
+        """Refuse a decision that the policy's traits rule out. Values are read on a CPU alone, where none waits."""
+        name, traits = type(decision).__name__, self.policy.traits
+        if self.prefix_only_mlp and not isinstance(decision, Keep):
+            raise ValueError(f"{name} after the last MLP, of a policy with the trait ignores_last_mlp_patches.")
+        leaving = decision.target if isinstance(decision, Merge) else getattr(decision, "leaving", None)
+        if not traits.keeps_prefix or leaving is None or leaving.is_cuda or torch.compiler.is_compiling():
+            return
+        prefix = leaving[:, : self.shape.num_prefix_tokens]
+        own = torch.arange(prefix.shape[1]) if isinstance(decision, Merge) else torch.zeros((), dtype=torch.bool)
+        if bool((prefix != own).any()):
+            raise ValueError(f"{name} of a prefix token, of a policy with the trait keeps_prefix.")
 
     def enter_attention(self, layer: int) -> None:
         self.attended.append(self.layout.active)
@@ -146,7 +160,7 @@ class PassState:
         """True if nothing reads patch tokens after the last attention: neither the head nor the policy. In training
         they take the whole last block, so that it is the same to the bit however it is compiled."""
         policy, layout = self.policy, self.layout
-        ignored = policy.quiet_end and type(policy).quiet_end and policy.keeps_prefix
+        ignored = policy.traits.ignores_last_mlp_patches and policy.traits.keeps_prefix
         ignored = ignored and self.shape.head_tokens < self.shape.tokens and "fc1" not in request.wanted
         return ignored and layout.drops_rows and layout.active is layout.alive
 
@@ -168,7 +182,7 @@ class PassState:
         readout = last if self.readout_sum is None else self.readout_sum
         if shape.head_tokens < shape.tokens:
             readout = readout[:, : shape.head_tokens]
-        elif self.policy.pools_remaining and self.readout_sum is None:
+        elif self.policy.traits.pools_alive and self.readout_sum is None:
             readout = self.layout.alive_rows()
             pooled = readout.shape[1]
         features, logits = self.backbone.head(readout)
@@ -202,7 +216,7 @@ class PassState:
             made = stacked(masks) if self.stack_in_kernel else torch.stack(masks)
             attended = made[:layers]
             updated = attended if same else made[-layers:]
-        pooled = "remaining" if self.policy.pools_remaining else "all"
+        pooled = "remaining" if self.policy.traits.pools_alive else "all"
         facts = facts | self._score_facts()
         return Trace(attended, updated, self.shape.num_prefix_tokens, tuple(self.steps), facts, pooled)
 

@@ -15,9 +15,8 @@ from . import policies
 from .backbones import family_of
 from .backbones.preprocessing import Preprocessing
 from .backbones.protocol import Backbone
-from .budget import control
-from .budget import curve as budgets
-from .budget.curve import Budget, Calibration
+from .budget.control import Budgets, BudgetState, RunSetting, join_outputs
+from .budget.curve import Calibration
 from .cost import CostModel, Shape
 from .decision import Trace
 from .errors import UserError
@@ -27,7 +26,6 @@ from .execution.select import Choice
 from .forward import forward
 from .layouts import Layout, PackedOnDevice, RowSchedule
 from .output import Output
-from .policies.base import Policy
 
 
 class AdaptiveViT(nn.Module):
@@ -47,12 +45,7 @@ class AdaptiveViT(nn.Module):
         self.recompute = False  # in training: execution/checkpointed.py
         self.task = "classification"  # by name; adaptivit.tasks has what it means
         self.class_names: list[str] | None = None  # of the outputs
-        self.calibration: Calibration | None = None  # what each position of the policy's dial costs
-        self._budget: Budget | None = None
-        self._settled: tuple[torch.device, float | None] | None = None  # the position of that budget
-        self._max_macs: str | None = None
-        self._limit: float | None = None
-        self._turned: dict[float, Policy] = {}  # this policy at other positions, with the same parameters
+        self.budget_state = BudgetState(self)
         self.preprocessing = Preprocessing.of(vit, self.backbone.image_size)
         self.notes: dict[str, Any] = {}  # what its checkpoint says beside the model: results, calibration ...
         self.noted = ""  # the weights and settings for which they hold (checkpoint.identity)
@@ -63,8 +56,8 @@ class AdaptiveViT(nn.Module):
         *,
         layout: str = "auto",
         aux: Collection[str] = (),
-        budget: control.Budgets | None = None,
-        max_macs: control.Budgets | None = None,
+        budget: Budgets | None = None,
+        max_macs: Budgets | None = None,
     ) -> Output:
         """Classify `images` [B, C, H, W].
 
@@ -72,33 +65,33 @@ class AdaptiveViT(nn.Module):
         for the last value of every token, "patches" for those of the patches after the final norm. budget, max_macs:
         instead of the model's own, for all images or one an image.
         """
-        self._check(images)
-        choice = self._choose(layout, images.device)
-        if budget is None and max_macs is None and self._budget is None and self._limit is None:
-            return self._run(choice, images, aux)
-        turns = control.split_batch(self, images, budget, max_macs, aux)
-        if len(turns) == 1:
-            return self._run(choice, images, aux, turn=turns[0])
-        return control.join_outputs(turns, [self._run(choice, images[t.images], aux, turn=t) for t in turns])
+        self.check_images(images)
+        choice = self.choose(layout, images.device)
+        if budget is None and max_macs is None and self.budget_state.free:
+            return self.run(choice, images, aux)
+        settings = self.budget_state.settings(images, budget, max_macs, aux)
+        if len(settings) == 1:
+            return self.run(choice, images, aux, setting=settings[0])
+        return join_outputs(settings, [self.run(choice, images[s.images], aux, setting=s) for s in settings])
 
     @property
     def backbone(self) -> Backbone:
         """`vit` as the loop uses it."""
         return self._family(self.vit)
 
-    def _run(
+    def run(
         self,
         choice: Choice,
         images: Tensor,
         aux: Collection[str] = (),
         plan: RowSchedule | None = None,
-        turn: control.RunSetting | None = None,
+        setting: RunSetting | None = None,
     ) -> Output:
+        """One pass with a layout and an executor that were chosen, on checked images."""
         make: Callable[[Tensor, int], Layout] = choice.layout
         if choice.layout is PackedOnDevice:
             make = functools.partial(PackedOnDevice, plan=plan)
-        setting = control.RunSetting(self.policy) if turn is None else turn
-        return forward(choice.executor, make, images, setting, aux, self.full_last_mlp)
+        return forward(choice.executor, make, images, setting or RunSetting(self.policy), aux, self.full_last_mlp)
 
     # -- what it may cost --------------------------------------------------------------------------------------
     def calibrate(
@@ -118,46 +111,33 @@ class AdaptiveViT(nn.Module):
         return calibrate(self, images, budget, batch_size, latency_batch, progress)
 
     @property
+    def calibration(self) -> Calibration | None:
+        """What each position of the policy's dial costs."""
+        return self.budget_state.calibration
+
+    @property
     def budget(self) -> str | None:
         """What an image may cost in the mean: "0.8 GMACs", "-33%", "3 ms"; None: what the policy's settings give."""
-        return None if self._budget is None else self._budget.text
+        budget = self.budget_state.budget
+        return None if budget is None else budget.text
 
     @budget.setter
     def budget(self, given: str | float | None) -> None:
-        made = None if given is None else budgets.parse(given)
-        made = None if made is None or made.free else made
-        device = next(self.parameters()).device
-        settled = None if made is None else (device, control.solve(self, made, device))
-        self._budget, self._settled = made, settled
-
-    def _position(self, device: torch.device) -> float | None:
-        """Where the budget has put the dial. Milliseconds are settled anew on every device."""
-        if self._budget is None:
-            return None
-        if self._settled is None or (self._budget.ms is not None and self._settled[0] != device):
-            self._settled = (device, control.solve(self, self._budget, device))
-        return self._settled[1]
-
-    def _turn(self, position: float | None) -> Policy:
-        """The policy with its dial, one that fixes counts, at this position."""
-        if position is None:
-            return self.policy
-        if position not in self._turned:
-            self._turned[position] = self.policy.turned(position)
-        return self._turned[position]
+        self.budget_state.set_budget(given)
 
     @property
     def max_macs(self) -> str | None:
         """What any single image may cost at most, whatever it shows: "1.0 GMACs", "-20%"; None: no limit."""
-        return self._max_macs
+        limit = self.budget_state.limit
+        return None if limit is None else limit[0]
 
     @max_macs.setter
     def max_macs(self, given: str | float | None) -> None:
-        limit = None if given is None else control.checked_limit(self, given, self.shape.tokens)
-        self._limit, self._max_macs = limit, None if limit is None else budgets.parse(given).text
+        self.budget_state.set_limit(given)
 
-    def _choose(self, layout: str, device: torch.device) -> Choice:
-        fixed = self.policy.equal_in_training if self.training else self.policy.equal
+    def choose(self, layout: str, device: torch.device) -> Choice:
+        """The layout and the executor that run on this device."""
+        fixed = self.policy.traits.fixed_counts_in_training if self.training else self.policy.traits.fixed_counts
         return select.choose(
             self.backbone,
             layout,
@@ -188,9 +168,10 @@ class AdaptiveViT(nn.Module):
         """Which layout would run now, with which kernels, and why, in a line."""
         device = next(self.parameters()).device
         with torch.inference_mode():
-            return self._choose(layout, device).explain(device)
+            return self.choose(layout, device).explain(device)
 
-    def _check(self, images: Tensor) -> None:
+    def check_images(self, images: Tensor) -> None:
+        """Refuse what is no batch of images for this model."""
         if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
             what = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
             raise UserError(f"Expected a float tensor [batch, channels, height, width], got {what}.")

@@ -70,7 +70,7 @@ def _check(model: AdaptiveViT, what: str) -> None:
     with torch.no_grad():
         masked, packed = model(images, layout="masked"), model(images, layout="packed")
         same_outputs(masked, packed, f"{what}: masked against packed")
-        if model.policy.equal:
+        if model.policy.traits.fixed_counts:
             same_outputs(masked, model(images, layout="gathered"), f"{what}: masked against gathered")
         same_outputs(packed, model(images, layout="packed"), f"{what}: two calls", exact=True)
         for i in range(len(images)):
@@ -107,14 +107,14 @@ def _alone(batch: Output, alone: Output, index: int, what: str) -> None:
 
 def _replayed(model: AdaptiveViT, images: Tensor, recorded: Output, what: str) -> None:
     again = AdaptiveViT(model.vit, "replay", {"trace": recorded.trace}).eval()
-    for layout in ("masked", "packed", "gathered") if model.policy.equal else ("masked", "packed"):
+    for layout in ("masked", "packed", "gathered") if model.policy.traits.fixed_counts else ("masked", "packed"):
         output = again(images, layout=layout)
         _same_trace(recorded.trace, output.trace, f"{what} on {layout}")
         _close(recorded.logits, output.logits, 1e-4, f"{what} on {layout}: logits")
 
 
 def _cost(model: AdaptiveViT, images: Tensor, what: str) -> None:
-    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
+    for layout in ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             output = model(images, layout=layout)
         counted, ran = counter.get_total_flops() / 2, float(output.macs_ran.sum())
@@ -124,7 +124,7 @@ def _cost(model: AdaptiveViT, images: Tensor, what: str) -> None:
 def _gradients(model: AdaptiveViT, images: Tensor, what: str) -> None:
     model.train()
     model.zero_grad()
-    output = model(images, layout="masked", aux=model.policy.optional_aux)
+    output = model(images, layout="masked", aux=model.policy.traits.optional_aux)
     output.logits.float().pow(2).mean().backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

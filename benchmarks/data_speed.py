@@ -123,7 +123,7 @@ def measure(batch: int, options: argparse.Namespace) -> None:
     for name in ("random", *options.ways):
         torch.manual_seed(0)
         model = adaptivit.create(options.backbone, "static", num_classes=classes, img_size=options.img_size).to(device)
-        trainer = _trainer(base, model, accelerator, classes)
+        trainer = _trainer(base, model, accelerator)
         if name == "random":
             batches = fixed(batch, model.preprocessing.size, classes, device)
         else:

@@ -40,6 +40,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 # Attributes and keyword arguments: neutral name -> names to try.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vit": ("vit", "backbone"),
+    "choose": ("choose", "_choose"),  # of a model
+    "run": ("run", "_run"),
     "gate_init": ("gate_init", "init_gate", "start_gate", "calibrate"),  # of a policy
     "recompute": ("recompute", "checkpoint_activations", "checkpointed"),  # of a model
     "budget_share": ("cost_target", "budget_share", "share"),  # of a training config or its losses
@@ -233,14 +235,15 @@ def kernels_on_cpu() -> Any:
 
 def planned_pass(model: Any, images: Any, layout: str, plan: Any, norm_fused: Any = None) -> Any:
     """A pass with a schedule of moves, as capture makes it; perhaps with norms worked into products."""
-    choice = model._choose(layout, images.device)
+    choice = get(model, "choose")(layout, images.device)
     more = {} if norm_fused is None else {"norm_fused": norm_fused}
+    run = get(model, "run")
     try:
-        return model._run(choice, images, plan=plan, **more)
+        return run(choice, images, plan=plan, **more)
     except TypeError:
         if norm_fused is None:
             raise
-        return model._run(choice, images, plan=plan, folded=norm_fused)
+        return run(choice, images, plan=plan, folded=norm_fused)
 
 
 def prepare_interpreter() -> None:

@@ -105,8 +105,8 @@ def build(method: str, kind: str, batches: list[Loaded], options: argparse.Names
     torch.manual_seed(0)
     accelerator = _accelerator(config)
     model = adaptivit.create(options.backbone, policy, num_classes=options.classes, **given).to(accelerator.device)
-    model.policy.calibrate(model, batches[0].images[:64])
-    trainer = _trainer(config, model, accelerator, options.classes)
+    model.policy.init_gate(model, batches[0].images[:64])
+    trainer = _trainer(config, model, accelerator)
     if "teacher" in method:
         teacher = adaptivit.create(options.backbone, "static", num_classes=options.classes).to(accelerator.device)
         trainer.teacher = teacher.requires_grad_(False).eval()

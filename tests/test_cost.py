@@ -113,7 +113,7 @@ def test_random_answers(kinds: list[str], seed: int) -> None:
 class Curious(adaptivit.Policy):
     """Looks at everything that can be looked at, and asks the head after every block."""
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         return frozenset({"received", "class_row", "keys", "similarity", "halted_row", "fc1"})
 
     def after(self, ctx: Any, state: None) -> Decision | None:

@@ -1,10 +1,10 @@
-"""Where a policy's dial stands in one pass: from the budget and the limit of the model or of the call, image by image.
+"""The budget and the limit of a model, and how they make its passes run, image by image.
 
 Shapes: B images.
 
 A dial that shifts scores takes one position an image, as a tensor. A dial that fixes counts gives every position its
 own shapes, so images of one position run together, and the answers are put back in order. There the limit is held by
-the dial, too: what a position costs is the same for every image. Elsewhere it is held while the pass runs (cap.py).
+the dial, too: what a position costs is the same for every image. Elsewhere it is held while the pass runs (limit.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ..errors import UserError
 from ..output import Output
 from ..policies.base import Policy
 from ..utils.hardware import device_name
-from . import curve as budgets
-from .curve import Budget, Calibration, gmacs, unit_hint
+from .curve import Budget, Calibration, gmacs, parse, unit_hint
 from .limit import minimum
 
 if TYPE_CHECKING:
@@ -39,7 +38,182 @@ class RunSetting:
     policy: Policy
     shift: Tensor | None = None  # [B]
     limit: Tensor | None = None  # [B] MACs, float64
-    images: Tensor | None = None  # [b] which of the batch, where there are several turns
+    images: Tensor | None = None  # [b] which of the batch, where it runs in several passes
+
+
+class BudgetState:
+    """What a model is told to cost: a budget, which its cost curve turns into a position of the dial, and a limit."""
+
+    def __init__(self, model: AdaptiveViT) -> None:
+        self.model = model
+        self.calibration: Calibration | None = None  # what each position of the policy's dial costs
+        self.budget: Budget | None = None
+        self.limit: tuple[str, float] | None = None  # as it was given, and in MACs at the model's image size
+        self._solved: tuple[torch.device, float | None] | None = None  # the position of the budget on this device
+        self._policies: dict[float, Policy] = {}  # the policy at other positions, with the same parameters
+
+    @property
+    def free(self) -> bool:
+        """True if neither budget nor limit is set."""
+        return self.budget is None and self.limit is None
+
+    # -- what is set -------------------------------------------------------------------------------------------
+    def curve(self, why: str) -> Calibration:
+        if self.model.policy.traits.dial is None:
+            raise UserError(f"{why}: the policy {self.model.policy_name!r} has no dial that a budget could turn.")
+        if self.calibration is None:
+            raise UserError(
+                f"{why}: this model is not calibrated; call model.calibrate(images) or adaptivit calibrate."
+            )
+        return self.calibration
+
+    def set_budget(self, given: str | float | None) -> None:
+        budget = None if given is None else parse(given)
+        budget = None if budget is None or budget.free else budget
+        device = next(self.model.parameters()).device
+        solved = None if budget is None else (device, self.solve(budget, device))
+        self.budget, self._solved = budget, solved
+
+    def set_limit(self, given: str | float | None) -> None:
+        macs = None if given is None else self.limit_in_macs(given, self.model.shape.tokens)
+        self.limit = None if macs is None else (parse(given).text, macs)
+
+    def solve(self, budget: Budget, device: torch.device) -> float | None:
+        """The position that meets a budget on this device; None: what the policy's settings say."""
+        if budget.free:
+            return None
+        return self.curve("budget").position_for(budget, device_name(device) if budget.ms is not None else "")
+
+    def position(self, device: torch.device) -> float | None:
+        """Where the model's budget puts the dial. Milliseconds are solved anew on every device."""
+        if self.budget is None:
+            return None
+        if self._solved is None or (self.budget.ms is not None and self._solved[0] != device):
+            self._solved = (device, self.solve(self.budget, device))
+        return self._solved[1]
+
+    def limit_in_macs(self, given: object, tokens: int) -> float | None:
+        """A limit in MACs for images of so many tokens, checked; None for "none"."""
+        model, policy = self.model, self.model.policy
+        limit, costs = parse(given, "max_macs"), CostModel(model.shape, tokens)
+        if limit.ms is not None:
+            raise UserError(f"max_macs: expected MACs or a saving ('1.0 GMACs', '-20%'), got {limit.text!r}.")
+        if limit.free:
+            return None
+        macs = limit.macs or (limit.share or 0.0) * CostModel(model.whole or model.shape, tokens).static
+        if policy.traits.dial_fixes_counts:
+            least = self.curve("max_macs").points[-1].macs
+        elif policy.policy_macs(0, costs) is None:
+            raise UserError(f"max_macs: the policy {model.policy_name!r} cannot be held to a limit.")
+        else:
+            least = minimum(policy, costs)
+        if macs < least:
+            raise UserError(
+                f"max_macs: {limit.text} is below the least that can be held, {gmacs(least)}.{unit_hint(macs)}"
+            )
+        return macs
+
+    def calibrated(self, curve: Calibration, budget: str | float | None) -> None:
+        """Take a new curve; it is kept where the budget turns out to be impossible, as another one needs no data."""
+        self.calibration = curve
+        self.set_budget(None)
+        self._policies.clear()
+        self.set_budget(budget)
+
+    def restore(self, curve: dict[str, Any] | None, max_macs: str | None) -> None:
+        """Take what a checkpoint says; ValueError where its curve does not fit the model. A budget in milliseconds is
+        solved when the model runs: it knows its device then."""
+        if curve is not None:
+            self.calibration = Calibration.from_config(curve)
+            found, traits, tokens = self.calibration, self.model.policy.traits, self.model.shape.tokens
+            if found.dial != traits.dial or found.continuous == traits.dial_fixes_counts:
+                raise ValueError(
+                    f"the calibration is of {found.dial!r}, the dial of {self.model.policy_name} is {traits.dial!r}"
+                )
+            if found.tokens != tokens:
+                raise ValueError(f"the calibration is of {found.tokens} tokens, the model has {tokens}")
+            self.budget = None if found.budget is None else parse(found.budget)
+        if max_macs is not None:
+            self.set_limit(max_macs)
+
+    def restore_at_other_size(self, curve: dict[str, Any] | None, max_macs: str | None) -> None:
+        """The same for a model that may have another image size: then without the curve, and without a limit that
+        needs one."""
+        if isinstance(curve, dict) and curve.get("tokens") != self.model.shape.tokens:
+            curve, max_macs = None, None if self.model.policy.traits.dial_fixes_counts else max_macs
+        self.restore(curve, max_macs)
+
+    # -- how passes run ----------------------------------------------------------------------------------------
+    def policy_at(self, position: float | None) -> Policy:
+        """The policy with its dial, one that fixes counts, at this position."""
+        if position is None:
+            return self.model.policy
+        if position not in self._policies:
+            self._policies[position] = self.model.policy.at_position(position)
+        return self._policies[position]
+
+    def setting_at(self, position: float | None, images: Tensor) -> RunSetting:
+        """All images at one position of the dial."""
+        if position is None or self.model.policy.traits.dial_fixes_counts:
+            return RunSetting(self.policy_at(position))
+        return RunSetting(self.model.policy, shift=_for_each([position], 0.0, images, torch.float32))
+
+    def settings(
+        self,
+        images: Tensor,
+        budget: Budgets | None = None,
+        max_macs: Budgets | None = None,
+        aux: Collection[str] = (),
+    ) -> list[RunSetting]:
+        """How these images run: in one pass, or in one for each position of a dial that fixes counts."""
+        model, traits = self.model, self.model.policy.traits
+        if model.training:
+            if budget is not None or max_macs is not None:
+                raise UserError("budget and max_macs are for evaluation; call model.eval() first.")
+            return [RunSetting(model.policy)]
+        rows, columns = model.backbone.grid(*images.shape[2:])
+        tokens = rows * columns + model.shape.num_prefix_tokens
+        limits, positions = self._limits(images, max_macs, tokens), self._positions(images, budget)
+        held = any(limit is not None for limit in limits)
+        if held and "exits" in traits.optional_aux and "exits" in aux:
+            raise UserError("max_macs: with aux=('exits',) no image leaves, so no limit can be held.")
+        needs_curve = any(p is not None for p in positions) or (held and traits.dial_fixes_counts)
+        if needs_curve and tokens != model.shape.tokens:
+            raise UserError(f"budget: the curve is of images of {model.shape.tokens} tokens, these have {tokens}.")
+        if traits.dial_fixes_counts:
+            return self._groups(positions, limits, images)
+        shift = _for_each(positions, 0.0, images, torch.float32)
+        return [RunSetting(model.policy, shift, _for_each(limits, float("inf"), images, torch.float64))]
+
+    def _positions(self, images: Tensor, budget: Budgets | None) -> list[float | None]:
+        if budget is None:
+            return [self.position(images.device)]
+        return [self.solve(parse(one), images.device) for one in broadcast(budget, len(images), "budget")]
+
+    def _limits(self, images: Tensor, max_macs: Budgets | None, tokens: int) -> list[float | None]:
+        if max_macs is None and self.limit is not None and tokens != self.model.shape.tokens:
+            max_macs = self.limit[0]
+        if max_macs is None:
+            return [None if self.limit is None else self.limit[1]]
+        return [self.limit_in_macs(one, tokens) for one in broadcast(max_macs, len(images), "max_macs")]
+
+    def _groups(self, positions: list[float | None], limits: list[float | None], images: Tensor) -> list[RunSetting]:
+        count = max(len(positions), len(limits))
+        both = zip(positions * (count // len(positions)), limits * (count // len(limits)), strict=True)
+        where: dict[float | None, list[int]] = {}
+        for i, (position, limit) in enumerate(both):
+            where.setdefault(self._within(position, limit), []).append(i)
+        if len(where) == 1:
+            return [self.setting_at(next(iter(where)), images)]
+        return [RunSetting(self.policy_at(p), images=torch.tensor(i, device=images.device)) for p, i in where.items()]
+
+    def _within(self, position: float | None, limit: float | None) -> float | None:
+        """The position, or the nearest cheaper one that costs no more than the limit."""
+        if limit is None:
+            return position
+        curve = self.curve("max_macs")
+        macs = curve.settings.macs if position is None else {p.position: p.macs for p in curve.points}[position]
+        return position if macs <= limit else curve.at(limit)
 
 
 def broadcast(given: Any, images: int, what: str) -> list[Any]:
@@ -53,159 +227,19 @@ def broadcast(given: Any, images: int, what: str) -> list[Any]:
     return list(given)
 
 
-def curve(model: AdaptiveViT, why: str) -> Calibration:
-    if model.policy.dial is None:
-        raise UserError(f"{why}: the policy {model.policy_name!r} has no dial that a budget could turn.")
-    if model.calibration is None:
-        raise UserError(f"{why}: this model is not calibrated; call model.calibrate(images) or adaptivit calibrate.")
-    return model.calibration
-
-
-def solve(model: AdaptiveViT, budget: Budget, device: torch.device) -> float | None:
-    """The position that meets a budget on this device."""
-    if budget.free:
+def _for_each(values: Sequence[float | None], missing: float, images: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """[B], None where there is no value; a single value without a copy from the host, which a graph could not hold."""
+    if all(v is None for v in values):
         return None
-    where = device_name(device) if budget.ms is not None else ""
-    return curve(model, "budget").position_for(budget, where)
-
-
-def checked_limit(model: AdaptiveViT, given: object, tokens: int) -> float | None:
-    """A limit in MACs; None for "none"."""
-    limit, costs = budgets.parse(given, "max_macs"), CostModel(model.shape, tokens)
-    if limit.ms is not None:
-        raise UserError(f"max_macs: expected MACs or a saving ('1.0 GMACs', '-20%'), got {limit.text!r}.")
-    if limit.free:
-        return None
-    macs = limit.macs or (limit.share or 0.0) * CostModel(model.whole or model.shape, tokens).static
-    if fixes_counts(model.policy):
-        least = curve(model, "max_macs").points[-1].macs
-    elif model.policy.overhead(0, costs) is None:
-        raise UserError(f"max_macs: the policy {model.policy_name!r} cannot be held to a limit.")
-    else:
-        least = minimum(model.policy, costs)
-    if macs < least:
-        raise UserError(f"max_macs: {limit.text} is below the least that can be held, {gmacs(least)}.{unit_hint(macs)}")
-    return macs
-
-
-def restore(model: AdaptiveViT, calibration: dict[str, Any] | None, max_macs: str | None) -> None:
-    """What a checkpoint says; ValueError where its curve is none of this model's. A budget in milliseconds is settled
-    when the model runs: it knows its device then."""
-    if calibration is not None:
-        model.calibration = Calibration.from_config(calibration)
-        _check_curve(model, model.calibration)
-        if model.calibration.budget is not None:
-            model._budget = budgets.parse(model.calibration.budget)
-    if max_macs is not None:
-        model.max_macs = max_macs
-
-
-def _check_curve(model: AdaptiveViT, found: Calibration) -> None:
-    policy = model.policy
-    if found.dial != policy.dial or found.continuous == fixes_counts(policy):
-        raise ValueError(f"the calibration is of {found.dial!r}, the dial of {model.policy_name} is {policy.dial!r}")
-    if found.tokens != model.shape.tokens:
-        raise ValueError(f"the calibration is of {found.tokens} tokens, the model has {model.shape.tokens}")
-
-
-def fitting(
-    model: AdaptiveViT, calibration: dict[str, Any] | None, max_macs: str | None
-) -> tuple[dict[str, Any] | None, str | None]:
-    """What of a checkpoint's curve and limit holds for its weights at another image size: no curve, and no limit that
-    needs one."""
-    if not isinstance(calibration, dict) or calibration.get("tokens") == model.shape.tokens:
-        return calibration, max_macs
-    return None, None if fixes_counts(model.policy) else max_macs
-
-
-def fixes_counts(policy: Policy) -> bool:
-    """Whether every position of the dial has shapes of its own."""
-    return policy.dial not in (None, "shift")
-
-
-def split_batch(
-    model: AdaptiveViT,
-    images: Tensor,
-    budget: Budgets | None = None,
-    max_macs: Budgets | None = None,
-    aux: Collection[str] = (),
-) -> list[RunSetting]:
-    """How these images run: in one pass, or in one for each position of a dial that fixes counts."""
-    policy = model.policy
-    if model.training:
-        if budget is not None or max_macs is not None:
-            raise UserError("budget and max_macs are for evaluation; call model.eval() first.")
-        return [RunSetting(policy)]
-    tokens = _tokens(model, images)
-    limits = [model._limit]
-    max_macs = model._max_macs if max_macs is None and tokens != model.shape.tokens else max_macs
-    if max_macs is not None:
-        limits = [checked_limit(model, one, tokens) for one in broadcast(max_macs, len(images), "max_macs")]
-    positions = [model._position(images.device)]
-    if budget is not None:
-        made = [budgets.parse(one) for one in broadcast(budget, len(images), "budget")]
-        positions = [solve(model, one, images.device) for one in made]
-    held = any(limit is not None for limit in limits)
-    if held and "exits" in policy.optional_aux and "exits" in aux:
-        raise UserError("max_macs: with aux=('exits',) nobody leaves, so no limit can be held.")
-    if tokens != model.shape.tokens and (any(p is not None for p in positions) or (held and fixes_counts(policy))):
-        raise UserError(f"budget: the curve is of images of {model.shape.tokens} tokens, these have {tokens}.")
-    if fixes_counts(policy):
-        return _groups(model, positions, limits, images)
-    return [RunSetting(policy, _shift(positions, images), _limit(limits, images))]
-
-
-def _tokens(model: AdaptiveViT, images: Tensor) -> int:
-    rows, columns = model.backbone.grid(*images.shape[2:])
-    return rows * columns + model.shape.num_prefix_tokens
-
-
-def _spread(values: list[float], images: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B]; a single value without a copy from the host, which a CUDA graph could not hold."""
-    if len(values) == 1:
-        return torch.full((len(images),), values[0], dtype=dtype, device=images.device)
-    return torch.tensor(values, dtype=dtype, device=images.device)
-
-
-def _shift(positions: list[float | None], images: Tensor) -> Tensor | None:
-    if all(p is None for p in positions):
-        return None
-    return _spread([p or 0.0 for p in positions], images, torch.float32)
-
-
-def _limit(limits: list[float | None], images: Tensor) -> Tensor | None:
-    if all(limit is None for limit in limits):
-        return None
-    return _spread([float("inf") if m is None else m for m in limits], images, torch.float64)
-
-
-def _groups(
-    model: AdaptiveViT, positions: list[float | None], limits: list[float | None], images: Tensor
-) -> list[RunSetting]:
-    count = max(len(positions), len(limits))
-    both = zip(positions * (count // len(positions)), limits * (count // len(limits)), strict=True)
-    chosen = [_within(model, position, limit) for position, limit in both]
-    if len(set(chosen)) == 1:
-        return [RunSetting(model._turn(chosen[0]))]
-    where: dict[float | None, list[int]] = {}
-    for i, position in enumerate(chosen):
-        where.setdefault(position, []).append(i)
-    return [RunSetting(model._turn(p), images=torch.tensor(i, device=images.device)) for p, i in where.items()]
-
-
-def _within(model: AdaptiveViT, position: float | None, limit: float | None) -> float | None:
-    """The position, or the nearest cheaper one that costs no more than the limit."""
-    if limit is None:
-        return position
-    found = curve(model, "max_macs")
-    costs = {p.position: p.macs for p in found.points}
-    macs = found.settings.macs if position is None else costs[position]
-    return position if macs <= limit else found.at(limit)
+    filled = [missing if v is None else v for v in values]
+    if len(filled) == 1:
+        return torch.full((len(images),), filled[0], dtype=dtype, device=images.device)
+    return torch.tensor(filled, dtype=dtype, device=images.device)
 
 
 def join_outputs(several: Sequence[RunSetting], outputs: Sequence[Output]) -> Output:
     """Passes over parts of a batch as one answer, in the order of the batch. The trace has neither steps nor facts."""
-    order = torch.cat([turn.images for turn in several if turn.images is not None]).argsort()
+    order = torch.cat([setting.images for setting in several if setting.images is not None]).argsort()
     first = outputs[0]
 
     def rows(values: Sequence[Any], dim: int = 0) -> Any:

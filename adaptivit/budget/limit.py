@@ -39,11 +39,13 @@ class MacsLimiter:
         self.left = limit - (costs.embedding + costs.head)  # [B]
         last = costs.shape.layers - 1  # nobody decides in the last block
         # [L] what a token is spared that leaves between attention and MLP: the MLP, and the policy's modules behind it
-        own = [(policy.overhead(layer, costs) or (0.0, 0.0))[0] for layer in range(last + 1)]
+        own = [(policy.policy_macs(layer, costs) or (0.0, 0.0))[0] for layer in range(last + 1)]
         self.late = [2.0 * costs.shape.dim * costs.shape.mlp_dim + macs for macs in own]
         self.layer = 0
         counts = torch.arange(costs.tokens + 1, device=limit.device)
-        spared = (counts - self.least).clamp_min(0) * policy.early  # all but the least may leave before an MLP
+        spared = (counts - self.least).clamp_min(
+            0
+        ) * policy.traits.decides_before_mlp  # all but the least may leave before an MLP
         ends = [next(m for m in range(first, last + 1) if m == last or policy.decides(m)) for first in range(last + 1)]
         beyond = torch.cat([self.rest, torch.zeros_like(self.rest[:1])])
         self.next = torch.stack(
@@ -78,7 +80,7 @@ class MacsLimiter:
 
 def least_tokens(policy: Policy) -> int:
     """Tokens that no limit lets go: class, distillation and register tokens, where the policy never does."""
-    return policy.shape.num_prefix_tokens if policy.keeps_prefix else 0
+    return policy.shape.num_prefix_tokens if policy.traits.keeps_prefix else 0
 
 
 def block_macs(policy: Policy, costs: CostModel, device: torch.device | None = None) -> Tensor:
@@ -87,7 +89,7 @@ def block_macs(policy: Policy, costs: CostModel, device: torch.device | None = N
     some = (counts > 0).double()
     rows = []
     for layer in range(costs.shape.layers):
-        token, image = policy.overhead(layer, costs) or (0.0, 0.0)
+        token, image = policy.policy_macs(layer, costs) or (0.0, 0.0)
         macs = costs.blocks(counts[None], counts[None]) + token * counts + image * some
         for name in policy.evidence(layer, frozenset()):
             macs = macs + costs.evidence(name, counts) * some
@@ -97,5 +99,5 @@ def block_macs(policy: Policy, costs: CostModel, device: torch.device | None = N
 
 def minimum(policy: Policy, costs: CostModel) -> float:
     """The smallest limit that can be held: the first blocks that the policy has to run in full, then the least."""
-    each, full = block_macs(policy, costs), policy.full_blocks
+    each, full = block_macs(policy, costs), policy.traits.dense_blocks
     return costs.embedding + costs.head + float(each[:full, -1].sum() + each[full:, least_tokens(policy)].sum())

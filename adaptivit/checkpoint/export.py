@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..budget import control
+from ..budget.control import RunSetting
 from ..errors import UserError, first_line, unknown
 from ..execution.torch import Executor
 from ..forward import forward
@@ -57,7 +57,7 @@ class Program(nn.Module):
         super().__init__()
         self.model, self.layout = model, LAYOUTS[kind]
         one = torch.zeros(1, model.backbone.in_chans, *model.backbone.image_size)
-        (turn,) = control.split_batch(model, one)
+        (turn,) = model.budget_state.settings(one)
         self.policy = turn.policy
         self.shift, self.limit = (None if t is None else float(t) for t in (turn.shift, turn.limit))
 
@@ -65,7 +65,7 @@ class Program(nn.Module):
         model, count = self.model, images.shape[0]
         shift = None if self.shift is None else torch.full((count,), self.shift)
         limit = None if self.limit is None else torch.full((count,), self.limit, dtype=torch.float64)
-        setting = control.RunSetting(self.policy, shift, limit)
+        setting = RunSetting(self.policy, shift, limit)
         output = forward(Executor(model.backbone), self.layout, images, setting)
         return output.logits, output.trace.depth
 
@@ -113,7 +113,7 @@ def choose(model: AdaptiveViT, kind: str) -> str:
         raise unknown("kind", kind, (*LAYOUTS, "auto"))
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and cannot be exported.")
-    equal = model.policy.equal
+    equal = model.policy.traits.fixed_counts
     best = "topk" if equal else "ragged"
     if kind in ("auto", "masked", best):
         return best if kind == "auto" else kind

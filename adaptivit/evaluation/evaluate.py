@@ -92,7 +92,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     sums, task = _Sums(), tasks.get(model.task)
-    ask = model.policy.optional_aux & {"plan"}
+    ask = model.policy.traits.optional_aux & {"plan"}
     dtype = next(model.parameters()).dtype
     for batch in batches:
         sums.unreadable += len(batch.unreadable)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..budget.control import Budgets, RunSetting, split_batch
+from ..budget.control import Budgets, RunSetting
 from ..decision import Trace
 from ..errors import UserError
 from ..kernels.pack_index import joined
@@ -61,18 +61,18 @@ class Captured:
         self._ends = [(m, name, getattr(m, name).data_ptr()) for m, name in owners]  # where a graph reads weights
         self._images = _room(shape, weight)
         with torch.inference_mode():
-            choice = model._choose(layout, weight.device)
+            choice = model.choose(layout, weight.device)
             self.layout, self.plan = choice.layout.name, None
             if choice.layout is PackedOnDevice:
                 self.plan = row_schedule.plan(model, batch, profile)
-            plan, turn = self.plan, self._first_turn()
-            self._turn = turn
-            self._pattern = model._run(choice, self._images, plan=plan, turn=turn)
+            plan, setting = self.plan, self._first_setting()
+            self._setting = setting
+            self._pattern = model.run(choice, self._images, plan=plan, setting=setting)
             self._choice = choice
             first, _ = _masks(self._pattern)
 
             def run(images: Tensor) -> list[Tensor]:
-                return _tensors(model._run(choice, images, plan=plan, turn=turn), first)
+                return _tensors(model.run(choice, images, plan=plan, setting=setting), first)
 
             step: Callable[[Tensor], list[Tensor]] = compiled(run, fullgraph=True) if self.compiled else run
             stream = torch.cuda.Stream(weight.device)
@@ -87,21 +87,21 @@ class Captured:
                     _set_rows_apart(batch * model.shape.tokens * model.shape.dim, weight)  # taken, and free at once
                 self._made = step(self._images)
 
-    def _first_turn(self) -> RunSetting:
+    def _first_setting(self) -> RunSetting:
         """Where the dial stands, in tensors that the graph reads anew at every replay."""
         model, images = self.model, self._images
-        (turn,) = split_batch(model, images)
-        if turn.shift is None and model.policy.dial == "shift" and model.calibration is not None:
-            turn = replace(turn, shift=torch.zeros(self.batch, device=images.device))
-        return turn
+        (setting,) = model.budget_state.settings(images)
+        if setting.shift is None and model.policy.traits.dial == "shift" and model.calibration is not None:
+            setting = replace(setting, shift=torch.zeros(self.batch, device=images.device))
+        return setting
 
     def _set(self, images: Tensor, budget: Budgets | None, max_macs: Budgets | None) -> None:
         """Write the budget and the limit of this call where the graph reads them."""
-        now, model = self._turn, self.model
-        free = budget is None and max_macs is None and model._budget is None and model._limit is None
+        now, model = self._setting, self.model
+        free = budget is None and max_macs is None and model.budget_state.free
         if free and now.policy is model.policy and now.shift is None and now.limit is None:
             return
-        wanted = split_batch(model, images, budget, max_macs)
+        wanted = model.budget_state.settings(images, budget, max_macs)
         if len(wanted) > 1 or wanted[0].policy is not now.policy:
             raise UserError("Captured at another budget, which fixes all shapes; capture again after setting it.")
         shift, limit = wanted[0].shift, wanted[0].limit
@@ -129,7 +129,7 @@ class Captured:
             raise UserError(f"record: expected images {tuple(self._images.shape)}, got {tuple(images.shape)}.")
         with torch.inference_mode():
             self._make_ready(images, None, None)
-            return self.model._run(self._choice, images, plan=self.plan, turn=self._turn)
+            return self.model.run(self._choice, images, plan=self.plan, setting=self._setting)
 
     def _make_ready(self, images: Tensor, budget: Budgets | None, max_macs: Budgets | None) -> None:
         if images.shape != self._images.shape or images.dtype != self._images.dtype or not images.is_cuda:
@@ -141,7 +141,7 @@ class Captured:
         self._set(images, budget, max_macs)
 
     def _check(self, images: Tensor) -> None:
-        self.model._check(images)
+        self.model.check_images(images)
         if len(images) > self.batch:
             raise UserError(f"Captured for batches of up to {self.batch} images, got {len(images)}.")
         if images.shape[2:] != self._images.shape[2:] or images.device != self._images.device:

@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from ..budget import control
 from ..budget import curve as budgets
 from ..budget.curve import Calibration, Point
 from ..budget.measure import Check
@@ -78,7 +77,7 @@ def _enough(
     model: AdaptiveViT, images: Labelled, budget: str | None, batch_size: int, workers: int, progress: Progressing
 ) -> int:
     """How many images the curve is to be measured on, by how much a few of them differ in cost."""
-    if control.fixes_counts(model.policy) or len(images) <= LEAST:
+    if model.policy.traits.dial_fixes_counts or len(images) <= LEAST:
         return LEAST
     few = _tensors(model, images.spread(FIRST), batch_size, workers)
     curve = model.calibrate(few, batch_size=batch_size, progress=progress)
@@ -152,7 +151,7 @@ def notes(model: AdaptiveViT, curve: Calibration) -> list[str]:
     if warning is not None:
         lines.append(f"note: {warning}")
     if model.budget is not None:
-        lines.append(f"budget {model.budget}: {curve.dial} = {model._position(device):.5g}")
+        lines.append(f"budget {model.budget}: {curve.dial} = {model.budget_state.position(device):.5g}")
     return lines
 
 

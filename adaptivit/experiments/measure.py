@@ -22,7 +22,7 @@ from ..evaluation.evaluate import Result, evaluate
 from ..factory import create, load
 from ..model import AdaptiveViT
 from ..policies import spec
-from ..training.gate_init import calibrate
+from ..training.gate_init import init_gate
 from ..training.methods import full_spec
 from ..training.run import fit
 from ..utils.console import bar
@@ -62,7 +62,7 @@ def model_of(job: Job) -> AdaptiveViT:
     model = create(training.backbone, policy, **given, **values)
     if training.weights is None:
         model.class_names = list(some.classes)
-    calibrate(model, values, training, some, "cpu")  # as training does before its first step
+    init_gate(model, values, training, some, "cpu")  # as training does before its first step
     return model
 
 

@@ -17,7 +17,7 @@ from ..backbones.preprocessing import Preprocessing
 from ..data.dataset import Loaded
 from ..data.digits import MEAN, PATCH, SIZE, STD, Digits, visible
 from ..evaluation.evaluate import Result, evaluate, paired_difference
-from ..evaluation.timing import Timing, interleaved
+from ..execution.timing import Timing, interleaved
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
@@ -116,7 +116,7 @@ def _train_adaptive(recipe: TrainConfig, digits: Digits, progress: Step, static:
     model = create(DIGITS_VIT, policy, **values)
     model.vit.load_state_dict(static.vit.state_dict())
     first = next(digits.training(recipe.seed, 0, 64))
-    model.policy.calibrate(model, first.images)
+    model.policy.init_gate(model, first.images)
     teacher = static.requires_grad_(False).eval()
     trained = _train("AHT-ViT", model, recipe, digits, progress, teacher)
     static.requires_grad_(True)

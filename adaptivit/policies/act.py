@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
-from .base import Policy
+from .base import Policy, Traits
 from .halting import Halting
 from .records import ACTSettings
 
@@ -33,15 +33,13 @@ class State:
 class ACT(Policy):
     """Facts: those of Halting, the same for every token of an image."""
 
-    dial = "shift"
-
     def __init__(self, settings: ACTSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, Traits(dial="shift"))
         self.gate = nn.Linear(shape.dim, 1)
         nn.init.trunc_normal_(self.gate.weight, std=0.02)
         nn.init.constant_(self.gate.bias, settings.bias)
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         halts = torch.ones_like(ctx.present[:, :1])
         return State(Halting(halts, 1.0, self.settings.eps, self.settings.surrogate_width), ctx.present.shape[1])
 
@@ -52,7 +50,7 @@ class ACT(Policy):
         share = mass.expand(ctx.present.shape)
         return Keep(readout_weight=share) if ctx.last else Drop(full.expand(ctx.present.shape), readout_weight=share)
 
-    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+    def policy_macs(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return 0.0, float(row_macs(self.gate))
 
     def facts(self, state: State) -> dict[str, Tensor]:

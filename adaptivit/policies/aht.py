@@ -24,7 +24,7 @@ from ..cost import CostModel, Shape
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
 from ..kernels.threshold_gate import ThresholdGate
-from .base import Policy
+from .base import Policy, Traits
 from .common import check_blocks, thirds
 from .halting import Halting
 from .records import AHTSettings
@@ -69,10 +69,6 @@ class State:
 class AHT(Policy):
     """Facts: those of Halting, and with aux=('plan',): plan [S, B, N], planned [S, B, N] bool, stages [S] = s."""
 
-    dial = "shift"
-    quiet_end = True
-    keeps_prefix = True
-
     def __init__(self, settings: AHTSettings, shape: Shape) -> None:
         super().__init__(settings, shape)
         blocks, context = settings.planner_blocks, settings.planner_context
@@ -82,8 +78,13 @@ class AHT(Policy):
         if context == "class" and not shape.class_token:
             raise UserError("planner_context: 'class' needs a class token, which this backbone lacks; use 'mean'.")
         self._check_feature()
-        self.evidence_index = settings.index
-        self.optional_aux = frozenset({"plan"}) if blocks else frozenset()
+        self.traits = Traits(
+            keeps_prefix=True,
+            ignores_last_mlp_patches=True,
+            dial="shift",
+            optional_aux=frozenset({"plan"} if blocks else ()),
+            evidence_index=settings.index,
+        )
         self._make_gate()
         width = max(1, int(shape.dim * settings.planner_width))
         self.planners = nn.ModuleDict(
@@ -101,13 +102,13 @@ class AHT(Policy):
     def decides(self, layer: int) -> bool:
         return layer < self.shape.layers - 1
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         return frozenset({"fc1"}) if self.decides(layer) else frozenset()
 
-    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+    def policy_macs(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return 0.0, 0.0  # planners run only when they are asked for
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         return State(self._halting(ctx))
 
     def _halting(self, ctx: BlockContext) -> Halting:
@@ -158,7 +159,7 @@ class AHT(Policy):
         return facts
 
     @torch.no_grad()
-    def calibrate(self, model: AdaptiveViT, images: Tensor, share: float | None = None) -> str | None:
+    def init_gate(self, model: AdaptiveViT, images: Tensor, share: float | None = None) -> str | None:
         """Set the gate so that training starts where it can learn: a gate far below its threshold has no slope."""
         training = model.training
         model.eval()

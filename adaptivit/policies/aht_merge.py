@@ -53,8 +53,6 @@ class AHTMerge(AHT):
     """Facts: those of AHT; presence_mlp [L, B, N] where tokens halt before the MLP; with aux=('features',) what the
     halting blocks read, [halting blocks, B, N]."""
 
-    quiet_end = True
-
     def _check_feature(self) -> None:
         settings, shape = self.settings, self.shape
         if settings.feature not in BY_ATTENTION:
@@ -68,8 +66,6 @@ class AHTMerge(AHT):
             blocks = tuple(range(max(1, shape.layers // 4), shape.layers - 1))
         check_blocks("halting_blocks", blocks, 0, shape.layers - 1)
         self.halting_blocks = tuple(sorted(blocks))
-        self.full_blocks = min(blocks, default=shape.layers - 1) + 1
-        self.early = settings.halt_point == "before_mlp"
 
     def _make_gate(self) -> None:
         settings = self.settings
@@ -78,12 +74,17 @@ class AHTMerge(AHT):
         self.beta = nn.Parameter(torch.full(many, float(settings.beta)))
         if settings.train_budget_range:  # what is added to the logit for the lower and for the higher share
             self.register_buffer("shifts", torch.tensor([1.0, -1.0]))
-        self.optional_aux |= {"features"}
+        self.traits = replace(
+            self.traits,
+            dense_blocks=min(self.halting_blocks, default=self.shape.layers - 1) + 1,
+            decides_before_mlp=settings.halt_point == "before_mlp",
+            optional_aux=self.traits.optional_aux | {"features"},
+        )
 
     def decides(self, layer: int) -> bool:
         return layer in self.halting_blocks
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         settings = self.settings
         if not self.decides(layer):
             return frozenset()
@@ -92,7 +93,7 @@ class AHTMerge(AHT):
         read = frozenset({settings.feature}) - {"residual"}
         return read | {"similarity"} if settings.removal == "merge" else read
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         halting, shift = self._halting(ctx), ctx.shift
         device = halting.halts.device
         if self.training and self.settings.train_budget_range:
@@ -101,11 +102,11 @@ class AHTMerge(AHT):
         return State(halting, size=torch.ones(halting.halts.shape, device=device), shift=shift)
 
     def between(self, ctx: BlockContext, state: State) -> Decision | None:
-        return self._halt(ctx, state) if self.early and not ctx.last else None
+        return self._halt(ctx, state) if self.traits.decides_before_mlp and not ctx.last else None
 
     def after(self, ctx: BlockContext, state: State) -> Decision | None:  # type: ignore[override]
         self._plan(ctx, state)
-        return None if self.early and not ctx.last else self._halt(ctx, state)
+        return None if self.traits.decides_before_mlp and not ctx.last else self._halt(ctx, state)
 
     def _halt(self, ctx: BlockContext, state: State) -> Decision:
         settings, halting = self.settings, state.halting
@@ -157,7 +158,7 @@ class AHTMerge(AHT):
 
     def facts(self, state: State) -> dict[str, Tensor]:  # type: ignore[override]
         facts = super().facts(state)
-        if self.early:  # the MLP has the tokens that are left by then
+        if self.traits.decides_before_mlp:  # the MLP has the tokens that are left by then
             presence = facts["presence"]
             facts["presence_mlp"] = torch.cat([presence[1:], presence[-1:]])
         if state.features:

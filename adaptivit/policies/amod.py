@@ -10,7 +10,7 @@ With multiply=True the scores gate the block as in MoD (Fig. 7, where it slows l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..cost import Shape
 from ..decision import Skip
 from ..errors import UserError
 from .base import Policy
-from .mod import routed_blocks, skip
+from .mod import ROUTING, routed_blocks, skip
 from .records import AMoDSettings
 
 if TYPE_CHECKING:
@@ -32,13 +32,8 @@ class State:
 
 
 class AMoD(Policy):
-    equal = equal_in_training = True
-    dial = "capacity"
-    keeps_prefix = quiet_end = True
-
     def __init__(self, settings: AMoDSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
-        self.evidence_gradient = settings.multiply
+        super().__init__(settings, shape, replace(ROUTING, evidence_grad=settings.multiply))
         self.blocks = frozenset(routed_blocks(settings.blocks, settings.first_block, shape.layers))
         if 0 in self.blocks:
             name = "first_block" if settings.blocks is None else "blocks"
@@ -46,10 +41,10 @@ class AMoD(Policy):
         # where to look: the nearest dense block before every routed one
         self.looked = frozenset(max(d for d in range(b) if d not in self.blocks) for b in self.blocks)
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         return frozenset({"received"}) if layer in self.looked else frozenset()
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         return State()
 
     def before(self, ctx: BlockContext, state: State) -> Skip | None:

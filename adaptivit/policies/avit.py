@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..cost import CostModel, Shape, row_macs
 from ..decision import Decision, Drop, Keep
 from ..errors import UserError
-from .base import Policy
+from .base import Policy, Traits
 from .common import merge_leaving
 from .halting import Halting
 from .records import AViTSettings
@@ -38,11 +38,9 @@ class AViT(Policy):
     """Facts: those of Halting, and with aux=('raw_scores',): raw_scores [L, B, N], the scores before the last layer's
     override and with those of halted rows, as the public code computes them (for the prior in its reference form)."""
 
-    optional_aux = frozenset({"raw_scores"})
-    dial = "shift"
-
     def __init__(self, settings: AViTSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        asks = frozenset() if settings.gate == "network" else frozenset({"raw_scores"})
+        super().__init__(settings, shape, Traits(dial="shift", optional_aux=asks))
         if settings.index >= shape.dim:
             raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
         if settings.finish_with_class and shape.head_tokens == shape.tokens:
@@ -50,7 +48,6 @@ class AViT(Policy):
         self.leaders = shape.head_tokens if settings.finish_with_class else 0
         self.networks = nn.ModuleList()
         if settings.gate == "network":  # Sec. 4.3: an extra two-layer network a layer
-            self.optional_aux = frozenset()
             self.networks = nn.ModuleList(self._network(shape.dim) for _ in range(shape.layers))
 
     def _network(self, dim: int) -> nn.Module:
@@ -58,12 +55,12 @@ class AViT(Policy):
         nn.init.constant_(out.bias, -3.0)  # late halting at first
         return nn.Sequential(nn.Linear(dim, dim // 2), nn.GELU(), out)
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
-        halted_row = frozenset({"halted_row"}) if "raw_scores" in asked & self.optional_aux else frozenset()
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
+        halted_row = frozenset({"halted_row"}) if "raw_scores" in aux & self.traits.optional_aux else frozenset()
         merges = self.settings.removal == "merge" and layer < self.shape.layers - 1
         return halted_row | {"similarity"} if merges else halted_row
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         halting = Halting(torch.ones_like(ctx.present), 1.0, self.settings.eps, self.settings.surrogate_width)
         return State(halting, torch.ones_like(halting.cumulative))
 
@@ -74,7 +71,7 @@ class AViT(Policy):
             score = torch.sigmoid(logit if ctx.shift is None else logit + ctx.shift)
         else:
             score = self._score(ctx.channel(settings.index), ctx.shift)
-        if "raw_scores" in ctx.aux & self.optional_aux:
+        if "raw_scores" in ctx.aux & self.traits.optional_aux:
             halted_row = self._score(ctx.evidence["halted_row"][:, settings.index, None].float(), ctx.shift)
             state.raw.append(torch.where(halting.going, score, halted_row))
         full, mass = halting.step(score, ctx.layer + 1, ctx.last, self.leaders, ctx.over_limit)
@@ -91,7 +88,7 @@ class AViT(Policy):
         logit = self.settings.gate_scale * element - self.settings.gate_center
         return torch.sigmoid(logit if shift is None else logit + shift)
 
-    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+    def policy_macs(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return (float(row_macs(self.networks[layer])) if len(self.networks) else 0.0), 0.0
 
     def facts(self, state: State) -> dict[str, Tensor]:

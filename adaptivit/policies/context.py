@@ -66,6 +66,8 @@ class BlockContext:
         limiter = self._run.limiter
         if limiter is None:
             return None
+        if limiter.entered is not None and not self._run.policy.traits.decides_before_mlp:
+            raise ValueError("over_limit before the MLP, of a policy without the trait decides_before_mlp.")
         if keep.shape[1] == 1:
             count = self.present.sum(-1)
             return keep & (limiter.allowed(self.layer, count) < count)[:, None]
@@ -77,8 +79,7 @@ class BlockContext:
     # -- values ----------------------------------------------------------------------------------------------
     def channel(self, index: int) -> Tensor:
         """[B, N] one element of every token's row (float32), 0 where it is absent."""
-        layout = self._run.layout
-        return layout.to_grid(layout.rows[..., index].float())
+        return self._run.layout.to_grid(self._rows()[..., index].float())
 
     def image(self) -> Tensor:
         """[B, D] one row an image (float32): the class token, or the mean of the tokens where the head pools them."""
@@ -116,7 +117,7 @@ class BlockContext:
         def mean(values: Tensor) -> Tensor:
             return layout.expand(layout.mean(values, over))
 
-        out = module(layout.rows) if over is None else module(layout.rows, mean)
+        out = module(self._rows()) if over is None else module(self._rows(), mean)
         self._add_macs(row_macs(module), part)
         return layout.to_grid(out)
 
@@ -124,6 +125,12 @@ class BlockContext:
         """Run a small module on one row an image, [B, C] -> [B, ...]; 0 for images that have left; counted."""
         self._add_macs(row_macs(module), "policy", images=True)
         return self._where_present(module, values)
+
+    def _rows(self) -> Tensor:
+        """[R, D] rows of the present tokens."""
+        if self._run.prefix_only_mlp:
+            raise ValueError("Patches read after the last MLP, of a policy with the trait ignores_last_mlp_patches.")
+        return self._run.layout.rows
 
     def add_macs(self, macs: Tensor | float, part: str = "policy") -> None:
         """Count MACs [B] of a policy's own matrix products."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..cost import Shape
 from ..decision import Decision, Drop
 from ..utils.batch_rng import draw
-from .base import Policy
+from .base import FIXED, Policy
 from .common import check_blocks, merge_leaving, thirds, top
 from .records import DynamicViTSettings
 
@@ -68,12 +68,8 @@ class State:
 class DynamicViT(Policy):
     """Facts: scores [S, B, N], kept [S, B] share of patches (with gradient), ratios [S], kept_last [B, N]."""
 
-    equal = True
-    dial = "keep"
-    keeps_prefix = quiet_end = True
-
     def __init__(self, settings: DynamicViTSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, replace(FIXED, fixed_counts_in_training=False, dial="keep"))
         self.blocks = thirds(shape.layers) if settings.blocks is None else tuple(sorted(settings.blocks))
         check_blocks("blocks", self.blocks, 1 if settings.removal == "merge" else 0, shape.layers)
         self.ratios = self._ratios(settings.keep)
@@ -82,17 +78,17 @@ class DynamicViT(Policy):
     def _ratios(self, keep: float) -> list[float]:
         return [keep ** (i + 1) for i in range(len(self.blocks))]
 
-    def turned(self, position: float) -> DynamicViT:
-        other = super().turned(position)
+    def at_position(self, position: float) -> DynamicViT:
+        other = super().at_position(position)
         assert isinstance(other, DynamicViT)
         other.ratios = self._ratios(position)
         return other
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         merges = self.settings.removal == "merge" and layer + 1 in self.blocks
         return frozenset({"similarity"}) if merges else frozenset()
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         return State(ctx.patches.float(), torch.ones_like(ctx.present, dtype=torch.float32))
 
     def after(self, ctx: BlockContext, state: State) -> None:

@@ -10,6 +10,7 @@ or leave. If all would stay, nothing happens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from ..cost import Shape
 from ..decision import Decision, Drop, Merge
 from ..errors import UserError
-from .base import Policy
+from .base import FIXED, Policy
 from .common import check_blocks, thirds, top
 from .records import EViTSettings
 
@@ -28,14 +29,8 @@ if TYPE_CHECKING:
 class EViT(Policy):
     """State: the number of patches left, the same in every image."""
 
-    equal = equal_in_training = True
-    dial = "keep"
-    pools_remaining = True
-    keeps_prefix = quiet_end = True
-    evidence_gradient = True  # the fused patch is a sum with attention as weights
-
     def __init__(self, settings: EViTSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, replace(FIXED, pools_alive=True, dial="keep", evidence_grad=True))
         if not shape.class_token:
             raise UserError("evit: expected a backbone with a class token, whose attention is the score; use 'fold'.")
         self.blocks = thirds(shape.layers) if settings.blocks is None else settings.blocks
@@ -49,10 +44,10 @@ class EViT(Policy):
         done = 0.0 if epoch < settings.warm_epochs else min(done, 1.0)
         self.keep_now = settings.keep + (1 - settings.keep) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         return frozenset({"class_row"}) if layer in self.blocks else frozenset()
 
-    def start(self, ctx: BlockContext) -> list[int]:
+    def init_state(self, ctx: BlockContext) -> list[int]:
         return [ctx.present.shape[1] - self.shape.num_prefix_tokens]
 
     def between(self, ctx: BlockContext, state: list[int]) -> Decision | None:

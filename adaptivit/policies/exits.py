@@ -23,7 +23,7 @@ from torch import Tensor
 from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
-from .base import Policy
+from .base import Policy, Traits
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -41,15 +41,12 @@ class State:
 class Exits(Policy):
     """What both rules share. Facts with aux=('exits',): exits [L, B, C]."""
 
-    optional_aux = frozenset({"exits"})
-    dial = "shift"
-
     def __init__(self, settings: Any, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, Traits(dial="shift", optional_aux=frozenset({"exits"})))
         if not shape.num_classifiers:
             raise UserError("Exits need a backbone with a classifier; this one has num_classes = 0.")
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         return State(torch.zeros(ctx.present.shape[0], dtype=torch.long, device=ctx.present.device))
 
     def after(self, ctx: BlockContext, state: State) -> Drop | None:
@@ -65,7 +62,7 @@ class Exits(Policy):
         forced = ctx.over_limit(~leaves, torch.zeros_like(leaves))
         return Drop((leaves if forced is None else leaves | forced) & ctx.present)
 
-    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+    def policy_macs(self, layer: int, costs: CostModel) -> tuple[float, float]:
         asks = getattr(self.settings, "of", "logits") == "logits" and layer < self.shape.layers - 1
         return 0.0, costs.head if asks else 0.0
 

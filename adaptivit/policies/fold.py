@@ -26,7 +26,7 @@ from ..cost import CostModel, Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.merge_score import MergeScore
-from .base import Policy
+from .base import FIXED, Policy
 from .common import check_blocks
 from .records import FoldSettings
 
@@ -41,13 +41,8 @@ class State:
 
 
 class Fold(Policy):
-    equal = equal_in_training = True
-    dial = "keep"
-    pools_remaining = True
-    keeps_prefix = quiet_end = True
-
     def __init__(self, settings: FoldSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, replace(FIXED, pools_alive=True, dial="keep"))
         if settings.evidence == "class" and not shape.class_token:
             raise UserError("evidence: 'class' needs a class token, which this backbone lacks; use 'column'.")
         first = max(1, shape.layers // 4) if settings.first_block is None else settings.first_block
@@ -59,17 +54,17 @@ class Fold(Policy):
         # an impossible budget is said now; other image sizes are counted when they come
         self._known = {shape.tokens: self._counts(shape.tokens)}
 
-    def turned(self, position: float) -> Fold:
-        other = super().turned(position)
+    def at_position(self, position: float) -> Fold:
+        other = super().at_position(position)
         assert isinstance(other, Fold)
         other.settings = replace(other.settings, budget=None)
         other._known = {self.shape.tokens: other._counts(self.shape.tokens)}
         return other
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         return frozenset({self.look, "similarity"}) if layer in self.blocks else frozenset()
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         size = torch.ones_like(ctx.present, dtype=torch.float32)
         tokens = ctx.present.shape[1]
         return State(self._known.get(tokens) or self._counts(tokens), size)

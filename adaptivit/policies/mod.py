@@ -12,6 +12,7 @@ next block.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 
 from ..cost import Shape
 from ..decision import Skip
-from .base import Policy
+from .base import FIXED, Policy
 from .common import check_blocks, top
 from .records import MoDSettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
+
+
+ROUTING = replace(FIXED, dial="capacity")
 
 
 def routed_blocks(blocks: tuple[int, ...] | None, first: int, layers: int) -> tuple[int, ...]:
@@ -42,12 +46,8 @@ def skip(score: Tensor, ctx: BlockContext, capacity: float, gate: Tensor | None 
 
 
 class MoD(Policy):
-    equal = equal_in_training = True
-    dial = "capacity"
-    keeps_prefix = quiet_end = True
-
     def __init__(self, settings: MoDSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, ROUTING)
         blocks = routed_blocks(settings.blocks, settings.first_block, shape.layers)
         self.routers = nn.ModuleDict({str(b): self._router(shape.dim) for b in blocks})
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
-from .base import Policy
+from .base import Policy, Traits
 from .records import PonderNetSettings
 
 if TYPE_CHECKING:
@@ -40,20 +40,17 @@ class State:
 class PonderNet(Policy):
     """Facts: chance [L, B, U] = p_l (U = 1 for images, N for tokens), log_prior [L]; with ask: exits [L, B, C]."""
 
-    optional_aux = frozenset({"exits"})
-    dial = "shift"
-
     def __init__(self, settings: PonderNetSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, Traits(dial="shift", optional_aux=frozenset({"exits"})))
         if settings.index >= shape.dim:
             raise UserError(f"index: expected less than the width {shape.dim}, got {settings.index}.")
         if settings.unit == "token" and shape.head_tokens == shape.tokens:
             raise UserError("unit: 'token' needs a head that reads a class token, whose chance weighs the exits.")
 
-    def overhead(self, layer: int, costs: CostModel) -> tuple[float, float]:
+    def policy_macs(self, layer: int, costs: CostModel) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         batch, slots = ctx.present.shape
         units = slots if self.settings.unit == "token" else 1
         bar = torch.full((1, units), 0.5)

@@ -46,7 +46,8 @@ def error_of(policy: str, name: str, fields: set[str]) -> UserError | None:
     if now is None:
         return None
     if now not in fields:
-        return UserError(f"{policy}: {name} is a setting of the policy aht_merge now, called {now}.")
+        called = "" if now == name else f", called {now}"
+        return UserError(f"{policy}: {name} is a setting of the policy aht_merge now{called}.")
     return UserError(f"{policy}: the setting {name} is called {now} now.")
 
 

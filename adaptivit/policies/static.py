@@ -7,6 +7,7 @@ isoFLOP models). With `width` the factory has made the backbone narrower (narrow
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
-from .base import Policy
+from .base import FIXED, Policy
 from .records import StaticSettings
 
 if TYPE_CHECKING:
@@ -24,26 +25,23 @@ if TYPE_CHECKING:
 class Static(Policy):
     """Answers nothing, or that everything leaves after block `depth`."""
 
-    equal = equal_in_training = quiet_end = True
-    dial = "depth"
-
     def __init__(self, settings: StaticSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
         depth = settings.depth
         if settings.share is not None and settings.by == "depth":
             depth = isoflop_depth(shape, settings.share)
         if depth is not None and depth > shape.layers:
             raise UserError(f"depth: expected at most the backbone's {shape.layers} blocks, got {depth}.")
-        self.depth = depth or shape.layers
-        self.keeps_prefix = self.depth == shape.layers and type(self).quiet_end
+        depth = depth or shape.layers
+        super().__init__(settings, shape, replace(FIXED, keeps_prefix=depth == shape.layers, dial="depth"))
+        self.depth = depth
 
     def positions(self) -> tuple[float, float]:
         return float(self.shape.layers), 1.0
 
-    def turned(self, position: float) -> Static:
+    def at_position(self, position: float) -> Static:
         other = copy.copy(self)
         other.depth = int(position)
-        other.keeps_prefix = other.depth == self.shape.layers and type(self).quiet_end
+        other.traits = replace(self.traits, keeps_prefix=other.depth == self.shape.layers)
         return other
 
     def after(self, ctx: BlockContext, state: None) -> Drop | None:

@@ -22,7 +22,7 @@ from ..cost import Shape
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels.bipartite_match import pairs
-from .base import Policy
+from .base import FIXED, Policy
 from .common import join
 from .records import ToMeSettings
 
@@ -49,18 +49,14 @@ class State:
 
 
 class ToMe(Policy):
-    equal = equal_in_training = True
-    dial = "r"
-    pools_remaining = keeps_prefix = quiet_end = True
-
     def __init__(self, settings: ToMeSettings, shape: Shape) -> None:
-        super().__init__(settings, shape)
+        super().__init__(settings, shape, replace(FIXED, pools_alive=True, dial="r"))
         self.r = schedule(settings.r, settings.inflection, shape.layers)
 
     def positions(self) -> tuple[float, float]:
         return 0.0, (self.shape.tokens - self.shape.num_prefix_tokens) / 2
 
-    def turned(self, position: float) -> ToMe:
+    def at_position(self, position: float) -> ToMe:
         """r on average, which need not be whole: the schedule of the settings (even where they merge nothing)
         scaled to it, what is over going to the next block."""
         other = copy.copy(self)
@@ -70,10 +66,10 @@ class ToMe(Policy):
         other.r = [end - start for start, end in itertools.pairwise([0, *ends])]
         return other
 
-    def evidence(self, layer: int, asked: frozenset[str]) -> frozenset[str]:
+    def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
         return frozenset({"match"}) if self.r[layer] > 0 else frozenset()
 
-    def start(self, ctx: BlockContext) -> State:
+    def init_state(self, ctx: BlockContext) -> State:
         slots = torch.arange(ctx.present.shape[1], device=ctx.present.device)
         return State(slots.expand(ctx.present.shape), torch.ones_like(ctx.present, dtype=torch.float32))
 

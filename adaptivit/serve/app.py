@@ -18,7 +18,7 @@ from . import kserve, page
 from .batcher import QueueFull
 from .errors import Refused, require, response
 from .guard import Guard
-from .schema import CLASSIFIED, CLASSIFY
+from .schema import IMAGES, answers
 from .service import Service
 
 
@@ -38,7 +38,7 @@ def make_app(
     app = FastAPI(
         title="adaptivit",
         version=__version__,
-        description="Image classification by a Vision Transformer that spends work where the image needs it.",
+        description="A Vision Transformer that spends work where the image needs it.",
         docs_url=None,  # those pages fetch scripts from elsewhere
         redoc_url=None,
         lifespan=lifespan,
@@ -64,11 +64,11 @@ def _routes(app: FastAPI, service: Service) -> None:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post(
-        "/v1/classify",
-        summary="Classes of images, and what each one cost",
-        responses=CLASSIFIED,
-        openapi_extra=CLASSIFY,
-        tags=["classify"],
+        f"/v1/{service.task.verb}",
+        summary="Answers to images, and what each one cost",
+        responses=answers(service.task),
+        openapi_extra=IMAGES,
+        tags=[service.task.verb],
     )
     async def classify(request: Request) -> Response:
         async with service.deadline(request):

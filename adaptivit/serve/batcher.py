@@ -127,7 +127,7 @@ class Batcher:
 
     def _percentage(self, budget: Budget | None) -> int | None:
         """Percent of static's MACs: whole, so that many different budgets do not fill the memory."""
-        budget = self.model._budget if budget is None else budget
+        budget = self.model.budget_state.budget if budget is None else budget
         if budget is None or budget.free or self.model.calibration is None:
             return None
         macs = self.model.calibration.wanted(budget, device_name(self.device))

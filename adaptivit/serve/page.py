@@ -109,7 +109,7 @@ def about(service: Service) -> dict[str, Any]:
 
 def _opening(model: AdaptiveViT) -> float:
     """MACs of the model's budget, or of its settings where it has none."""
-    curve, budget = model.calibration, model._budget
+    curve, budget = model.calibration, model.budget_state.budget
     assert curve is not None
     if budget is None or budget.free:
         return curve.settings.macs

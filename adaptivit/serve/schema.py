@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..tasks.protocol import Task
+
 
 def _array(items: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, **more}
@@ -38,7 +40,7 @@ _TENSOR = _object(
     data=_array({}),
 )
 
-CLASSIFY = _body(
+IMAGES = _body(
     form=_object("images", images=_array(_STRING | {"format": "binary"}, minItems=1), top_k=_TOP, budget=_BUDGET),
     json=_object("images", images=_array(_STRING | {"format": "byte"}, minItems=1), top_k=_TOP, budget=_BUDGETS),
 )
@@ -51,16 +53,13 @@ INFER = _body(
     )
 )
 
-_CLASS = {"class": {"type": "integer"}, "name": _STRING, "probability": _number("In 0..1")}
-_IMAGE = {
-    "classes": _array(_object(*_CLASS, **_CLASS), description="The top_k classes, the most probable first"),
+_COSTS = {
     "gmacs": _number("Billions of multiply-accumulates of this image"),
     "static_gmacs": _number("The same in the static model"),
     "saved": _number("1 - gmacs / static_gmacs"),
     "mean_depth": _number("Blocks that computed a patch, mean over the patches"),
     "live": _array({"type": "integer"}, description="Tokens that entered each block"),
 }
-_IMAGES = _array(_object(*_IMAGE, **_IMAGE), description="In the order of the request")
 _ERROR = _object("error", error=_STRING | {"description": "One line: what was expected, what came"})
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": meaning, **_content(json=_ERROR)}
@@ -75,5 +74,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "No answer within the time-out",
     }.items()
 }
-_CLASSIFIED = _object("model", "images", model=_STRING, images=_IMAGES)
-CLASSIFIED = ERRORS | {200: {"description": "Classes and costs", **_content(json=_CLASSIFIED)}}
+
+
+def answers(task: Task) -> dict[int | str, dict[str, Any]]:
+    """The responses of the route that answers images: the task's answer and the costs of each."""
+    image = dict(task.schema) | _COSTS
+    images = _array(_object(*image, **image), description="In the order of the request")
+    found = _object("model", "images", model=_STRING, images=images)
+    return ERRORS | {200: {"description": f"The {task.noun} and the cost of each image", **_content(json=found)}}

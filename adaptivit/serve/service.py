@@ -12,7 +12,6 @@ from starlette.requests import Request
 from torch import Tensor
 
 from .. import tasks
-from ..budget import control
 from ..budget.curve import Budget, parse
 from ..errors import UserError
 from ..model import AdaptiveViT
@@ -114,7 +113,7 @@ class Service:
             raise Refused(422, f"budget: expected something like '-33%', got {shown(given)}.")
         try:
             budget = parse(given)
-            control.solve(self.model, budget, self.batcher.device)
+            self.model.budget_state.solve(budget, self.batcher.device)
         except UserError as error:
             raise Refused(422, " ".join(str(error).split())) from None
         return budget

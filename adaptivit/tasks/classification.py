@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 class Classification(Task):
     noun: ClassVar[str] = "classes"
     tag: ClassVar[str] = "image-classification"
+    verb: ClassVar[str] = "classify"
+    schema: ClassVar[Mapping[str, Any]] = {
+        "classes": {
+            "type": "array",
+            "description": "The top_k classes, the most probable first",
+            "items": {
+                "type": "object",
+                "required": ["class", "name", "probability"],
+                "properties": {
+                    "class": {"type": "integer"},
+                    "name": {"type": "string"},
+                    "probability": {"type": "number", "description": "In 0..1"},
+                },
+            },
+        }
+    }
     score: ClassVar[str] = "accuracy"
     metrics: ClassVar[Mapping[str, Metric]] = {"top1": Metric("top-1"), "top5": Metric("top-5")}
 

@@ -53,6 +53,8 @@ class Task(ABC):
 
     noun: ClassVar[str] = "outputs"  # what the head's outputs are
     tag: ClassVar[str] = "image-feature-extraction"  # the Hub's name of the task
+    verb: ClassVar[str] = "predict"  # its route in serve, /v1/VERB
+    schema: ClassVar[Mapping[str, Any]] = {}  # of the fields of `answer`, as JSON Schema
     score: ClassVar[str] = "score"  # what the mean score of training batches is called in the log
     metrics: ClassVar[Mapping[str, Metric]]  # by key of `figures`; the first is the mean of the scores
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .. import tasks
 from ..data.augment_config import AugmentConfig
 from ..errors import UserError, unknown
 from ..utils.coerce import at_least, between, check_size, convert, positive, require
@@ -137,6 +138,8 @@ class TrainConfig:
     """Policy and its settings, e.g. aht:threshold=0.9,straight_through=true (listed below)."""
     recipe: str | None = None
     """Start from a named recipe (listed below); the other flags override it."""
+    task: str = tasks.DEFAULT
+    """What is predicted: classification, or a task of your own (--import)."""
     weights: str | None = None
     """Starting weights: .safetensors or .pth in timm's keys, or a checkpoint directory of ours."""
     teacher: str | None = None
@@ -171,6 +174,8 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
+        if self.task not in tasks.names():
+            raise unknown("task", self.task, tasks.names())
         check_size(self.img_size)
         for name in ("epochs", "batch_size"):
             at_least(name, getattr(self, name), 1)
@@ -191,6 +196,7 @@ GROUPS = {"optim": OptimConfig, "augment": AugmentConfig, "loss": LossConfig, "r
 RENAMED = {field.name: f"{group}.{field.name}" for group, cls in GROUPS.items() for field in fields(cls)}
 RENAMED |= {"augment": "augment.kind", "augment_on": "augment.on", "random_erasing": "augment.erasing"}
 RENAMED |= {"budget": "loss.cost", "budget_share": "loss.cost_target", "calibrate": "gate_init"}
+del RENAMED["task"]  # a name again, of the task
 RENAMED |= dict.fromkeys(("mass_tau", "ponder_form", "distill_temperature"), "")
 
 

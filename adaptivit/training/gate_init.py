@@ -1,4 +1,4 @@
-"""Where a policy starts from before training, or instead of it."""
+"""Starting values of a policy's gate, before training or instead of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..model import AdaptiveViT
 from .config import TrainConfig
 
 
-def calibrate(
+def init_gate(
     model: AdaptiveViT, values: dict[str, Any], config: TrainConfig, some: Labelled, device: torch.device | str
 ) -> str | None:
     """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
@@ -27,4 +27,4 @@ def calibrate(
         return None
     images = evaluation_images(some.spread(64), model.preprocessing, device)
     batch = next(dataset.batches(images, dataset.in_order(len(images), 64)))
-    return model.policy.calibrate(model, batch.images.to(device), share) if len(batch.labels) else None
+    return model.policy.init_gate(model, batch.images.to(device), share) if len(batch.labels) else None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from ..tasks.protocol import Task
 from ..utils.atomic_io import write_text
 from ..utils.csv import csv_text
 from ..utils.plotting import (
@@ -60,27 +61,28 @@ def _flat(record: Record) -> Record:
 
 
 # -- the picture ----------------------------------------------------------------------------------------------------
-def draw(records: Sequence[Record], name: str) -> bytes:
-    """Four panels over the steps: loss terms, accuracy, depth, live tokens of every block."""
+def draw(records: Sequence[Record], name: str, task: Task) -> bytes:
+    """Four panels over the steps: loss terms, the task's score, depth, live tokens of every block."""
     train = [r for r in records if r["kind"] == "train"]
     validation = [r for r in records if r["kind"] == "validation"]
     width, height, left, gap_x, below, gap_y, above = 560, 300, 84, 190, 78, 190, 96
     figure = new_figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
     places = [(left + (width + gap_x) * (i % 2), below + (height + gap_y) * (1 - i // 2)) for i in range(4)]
-    loss, accuracy, depth, live = (add_axes(figure, *place, width, height) for place in places)
-    for axes in (loss, accuracy, depth, live):
+    loss, score, depth, live = (add_axes(figure, *place, width, height) for place in places)
+    for axes in (loss, score, depth, live):
         grid(axes)
         label_axes(axes, "step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
     _losses(loss, train, name)
+    key, metric = next(iter(task.metrics.items()))
     _pair(
-        accuracy,
+        score,
         train,
         validation,
-        ("accuracy", "top1"),
-        "Accuracy",
-        "%, of a training batch (augmented) and of validation",
+        (task.score, key),
+        task.score.capitalize(),
+        f"{metric.unit or metric.title}, of a training batch (augmented) and of validation",
     )
     last = (validation or train or [{}])[-1]
     cost = f"; {last['gmacs']:.4g} GMACs an image at the end" if "gmacs" in last else ""

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from timm.data.mixup import Mixup
 
+from .. import tasks
+from ..budget.control import BudgetState
 from ..checkpoint.weights import refill
 from ..data import dataset
 from ..data.dataset import Labelled, Loaded, mix
@@ -33,10 +34,9 @@ from ..model import AdaptiveViT
 from ..policies import spec
 from . import fsdp
 from .config import TrainConfig
-from .gate_init import calibrate
+from .gate_init import init_gate
 from .losses import (
     Budget,
-    CrossEntropy,
     Distillation,
     DistributionPrior,
     Exits,
@@ -47,6 +47,7 @@ from .losses import (
     Objective,
     Ponder,
     TargetDepth,
+    TaskLoss,
 )
 from .micro_batch import rows
 from .optim import Average, adamw
@@ -56,21 +57,21 @@ from .step import Seen, Trainer, judged, taught
 
 def objective(config: TrainConfig) -> Objective:
     """The loss that a configuration asks for."""
-    loss, smoothing = config.loss, config.augment.label_smoothing
+    loss, smoothing, task = config.loss, config.augment.label_smoothing, tasks.get(config.task)
     target, actual = loss.detach == "target", loss.detach == "actual"
     target_depth = TargetDepth(loss.sigma, loss.mass, loss.kl, target, actual)
     return Objective(
         {
-            "task": (loss.task, CrossEntropy(smoothing)),
+            "task": (loss.task, TaskLoss(smoothing, task)),
             "ponder": (loss.ponder, Ponder()),
             "target_depth": (loss.target_depth, target_depth),
             "prior": (loss.prior, DistributionPrior(loss.prior_form, loss.prior_depth)),
             "cost": (loss.cost, Budget(loss.cost_target)),
             "ratio": (loss.ratio, KeepRatio()),
-            "exits": (loss.exits, Exits(smoothing)),
-            "expected": (loss.expected, Expected(smoothing)),
+            "exits": (loss.exits, Exits(smoothing, task)),
+            "expected": (loss.expected, Expected(smoothing, task)),
             "geometric": (loss.geometric, Geometric()),
-            "distill": (loss.distill, Distillation()),
+            "distill": (loss.distill, Distillation(task)),
             "features": (loss.features, Features()),
         }
     )
@@ -96,7 +97,8 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
-    train_set, val_set = dataset.for_training(config.data, config.val_split, config.seed, config.allow_corrupt)
+    given = (config.data, config.val_split, config.seed, config.allow_corrupt)
+    train_set, val_set = dataset.for_training(*given, config.task)
     train_set = _readable(train_set, config.allow_corrupt)
     if len(train_set) < config.batch_size:
         raise DataError(
@@ -105,23 +107,23 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     _divisible(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
     policy, policy_settings = spec.parse(config.policy)
-    classes = len(train_set.classes)
+    names, outputs = list(train_set.classes) or None, tasks.get(config.task).outputs(train_set.classes)
     model = create(
         config.backbone,
         policy,
         weights=config.weights,
-        num_classes=classes,
+        num_classes=outputs,
         img_size=config.img_size,
         drop_path_rate=config.optim.drop_path,
         **policy_settings,
     )
     if policy == "replay":
         raise UserError("A replay belongs to one batch and cannot be trained.")
-    if model.class_names not in (None, list(train_set.classes)):
-        model.vit.reset_classifier(classes)  # as many classes as the weights have, but other ones
-    model.class_names = list(train_set.classes)
-    model.calibration, model.budget, model.max_macs = None, None, None  # of the weights that it starts from
-    trainer = _trainer(config, model, accelerator, classes)
+    if model.task != config.task or model.class_names not in (None, names):
+        model.vit.reset_classifier(outputs)  # as many as the weights have, but other ones
+    model.task, model.class_names = config.task, names
+    model.budget_state = BudgetState(model)  # not that of the weights that it starts from
+    trainer = _trainer(config, model, accelerator)
     images = training_images(train_set, model.preprocessing, config.augment, config.seed, accelerator.device)
     val = evaluation_images(val_set, model.preprocessing, accelerator.device)
     if not trainer.objective.terms:
@@ -135,7 +137,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.gate_init:
         with trainer.whole(averaged=False) as whole:
-            run.say(calibrate(whole, policy_settings, config, val_set, accelerator.device))
+            run.say(init_gate(whole, policy_settings, config, val_set, accelerator.device))
             if whole is not model:
                 refill(model, whole.state_dict())
         if trainer.average is not None:
@@ -194,10 +196,10 @@ def _probe(trainer: Trainer, val: Source) -> None:
                 raise UserError(f"{what}: {error}") from None
 
 
-def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, classes: int) -> Trainer:
+def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator) -> Trainer:
     teacher = None
     if config.loss.distill or config.loss.features:
-        teacher = _teacher(config, model.class_names or []).to(accelerator.device)
+        teacher = _teacher(config, model).to(accelerator.device)
     model.recompute = config.run.checkpoint_activations
     whole, wrapped = None, model
     if config.run.fsdp:
@@ -208,11 +210,9 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
         wrapped, optimizer = accelerator.prepare(model, adamw(model, config))
         for name in ("forward", "_original_forward"):  # accelerate's autocast, which validation would run under too
             vars(model).pop(name, None)
-    mixup = None
-    if config.augment.mixup or config.augment.cutmix:
-        mixup = Mixup(config.augment.mixup, config.augment.cutmix, label_smoothing=0.0, num_classes=classes)
+    mixing = tasks.get(config.task).mixing(config.augment, model.vit.num_classes)
     average = Average(model, config.optim.ema) if config.optim.ema else None
-    trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixup, average)
+    trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixing, average)
     trainer.copy = whole
     if config.run.compile:  # training alone: validation has other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
@@ -222,8 +222,8 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator, 
     return trainer
 
 
-def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
-    classes = len(names)
+def _teacher(config: TrainConfig, model: AdaptiveViT) -> AdaptiveViT:
+    outputs, noun = model.vit.num_classes, tasks.get(model.task).noun
     source = config.teacher or config.weights
     if source is None:
         raise UserError("loss.distill: expected the static model's weights as --teacher or --weights, got neither.")
@@ -231,13 +231,13 @@ def _teacher(config: TrainConfig, names: list[str]) -> AdaptiveViT:
         config.img_size if config.loss.features else None
     )  # patches are compared one by one; else it sees its own size
     teacher = create(config.backbone, "static", weights=source, img_size=size)
-    if teacher.vit.num_classes != classes:
+    if teacher.vit.num_classes != outputs:
         raise UserError(
-            f"loss.distill: the teacher in {source} has {teacher.vit.num_classes} classes, the data {classes}. "
+            f"loss.distill: the teacher in {source} has {teacher.vit.num_classes} {noun}, the data {outputs}. "
             "Train it first: adaptivit train --policy static --out STATIC, then --teacher STATIC/model."
         )
-    if teacher.class_names not in (None, names):
-        raise UserError(f"loss.distill: the teacher in {source} was trained on other classes than the data has.")
+    if teacher.class_names not in (None, model.class_names):
+        raise UserError(f"loss.distill: the teacher in {source} was trained on other {noun} than the data has.")
     return teacher.requires_grad_(False).eval()
 
 
@@ -252,7 +252,7 @@ def _loop(
             images.epoch = epoch
             begun = time.perf_counter()
             for step, batch, missing in _epoch(trainer, images, epoch, per_epoch, max(start - epoch * per_epoch, 0)):
-                seen = Seen() if meter.wants(step) else None
+                seen = Seen(trainer.task.score) if meter.wants(step) else None
                 losses, _ = trainer.step(batch, step, per_epoch, missing, seen)
                 now = time.perf_counter()
                 meter.step(step, losses, seen, config.batch_size / (now - begun), trainer)
@@ -291,7 +291,7 @@ def _epoch(
         config.run.accumulate,
     )
     mine = [
-        i for k in range(parts) for i in rows(size, rank * parts + k, world * parts, pairs=trainer.mixup is not None)
+        i for k in range(parts) for i in rows(size, rank * parts + k, world * parts, pairs=trainer.mixing is not None)
     ]
     plan = [[order[n * size + i] for i in mine] for n in range(skip, per_epoch)]
     for number, batch in enumerate(dataset.batches(images, plan, config.workers), start=skip):

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import save
 
+from .. import tasks
 from ..checkpoint import weights as checkpoint
 from ..errors import NotFiniteError, UserError, WeightsError
 from ..evaluation.evaluate import Result
@@ -172,7 +173,7 @@ class RunDirectory:
         records = log_plots.read(self.path / "log.jsonl")
         log_plots.write_tables(records, self.path)
         if last or time.monotonic() - self.drawn > _REDRAW:
-            write_bytes(self.path / "curves.png", log_plots.draw(records, self.path.name))
+            write_bytes(self.path / "curves.png", log_plots.draw(records, self.path.name, tasks.get(self.config.task)))
             self.drawn = time.monotonic()
 
     def finish(self, trainer: Trainer, result: Result) -> None:
@@ -217,9 +218,10 @@ class Meter:
             "lr": trainer.optimizer.param_groups[0]["lr"],
         }
         self.run.log({"kind": "train", "step": step + 1, **figures})
+        task, metric = trainer.task, next(iter(trainer.task.metrics.values()))
         terms = " ".join(f"{name} {float(value):.3f}" for name, value in losses.terms.items())
         note = (
-            f"{terms} | acc {figures['accuracy']:.1f} % | depth {figures['mean_depth']:.2f} | "
+            f"{terms} | {task.score} {metric.text(figures[task.score])} | depth {figures['mean_depth']:.2f} | "
             f"{figures['gmacs']:.3f} GMACs | {self.speed:.0f} img/s"
         )
         self.progress("train", self.done, self.total, note)

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from timm.data.mixup import Mixup
 from torch import Tensor
 
+from .. import tasks
 from ..data.dataset import Loaded, mix
 from ..errors import NotFiniteError
 from ..model import AdaptiveViT
 from ..output import Output
+from ..tasks.protocol import Mixing, Task
 from ..utils.batch_rng import Share, drawing
 from ..utils.sharded import whole
 from . import fsdp
@@ -72,8 +73,8 @@ class Part:
     """What runs at a time."""
 
     images: Tensor  # [b, C, H, W]
-    targets: Tensor  # [b], or [b, classes] (mixup)
-    labels: Tensor  # [b] before any mixup
+    targets: Tensor  # [b, ...] as the loss takes them: mixed where asked for
+    labels: Tensor  # [b, ...] before any mixing
     share: Share | None  # None: the whole global batch
     whole: Whole | None
 
@@ -86,14 +87,16 @@ class Part:
 class Seen:
     """Figures of the images of a step, for the log: sums over parts and processes."""
 
+    score: str  # what the task calls the mean score of images
     sums: Sums = field(default_factory=dict)
 
     @torch.no_grad()
-    def add(self, output: Output, labels: Tensor, weight: float) -> None:
-        trace, hits = output.trace, output.logits.argmax(1) == labels.to(output.logits.device)
+    def add(self, output: Output, scores: Tensor, weight: float) -> None:
+        """A part of the batch, with the task's score of every image [b]."""
+        trace = output.trace
         sums = {
-            "images": hits.new_full((), len(labels), dtype=torch.float64),
-            "hits": hits.double().sum(),
+            "images": scores.new_full((), len(scores), dtype=torch.float64),
+            "score": scores.double().sum(),
             "depth": trace.mean_depth.sum(),
             "gmacs": output.macs_deployed.sum() / 1e9,
             "live": trace.live.double().sum(1),  # [L]
@@ -109,7 +112,7 @@ class Seen:
         total: dict[str, Any] = {name: value.tolist() for name, value in over_processes(self.sums).items()}
         count = max(total["images"], 1.0)
         figures = {
-            "accuracy": 100 * total["hits"] / count,
+            self.score: total["score"] / count,
             "mean_depth": total["depth"] / count,
             "gmacs": total["gmacs"] / count,
             "live": [round(n / count, 3) for n in total["live"]],
@@ -130,10 +133,14 @@ class Trainer:
     accelerator: Accelerator
     wrapped: Any  # the model as it is run: accelerate's, or `model` itself where FSDP shards it
     teacher: AdaptiveViT | None = None
-    mixup: Mixup | None = None
+    mixing: Mixing | None = None
     average: Average | None = None
     judge: Judge = judged  # compiled where asked for
     copy: AdaptiveViT | None = None  # of a sharded model, to be filled and used where it has to be whole
+
+    @property
+    def task(self) -> Task:
+        return tasks.get(self.model.task)
 
     def step(
         self,
@@ -164,7 +171,8 @@ class Trainer:
                 self._backward(losses.total)
             every.append(losses)
             if seen is not None:
-                seen.add(output, part.labels, part.weight)
+                judged = self.task.judge(output.logits.detach(), part.labels.to(output.logits.device))
+                seen.add(output, judged.scores, part.weight)
         losses = self._together(every)
         if accelerator.device.type == "cpu" or step % config.run.log_steps == 0:  # a look costs a wait on a GPU
             losses.check_finite(step)
@@ -188,22 +196,22 @@ class Trainer:
         parts = []
         for k in range(count):
             start, stop = (bisect.bisect_left(places, (k + i) * size) for i in (0, 1))
-            if self.mixup is not None:
+            if self.mixing is not None:
                 stop -= (stop - start) % 2
             images, labels = batch.images[start:stop].to(device, non_blocking=True), batch.labels[start:stop]
             weight = 1.0
             if start == stop:  # nothing could be read, but the other processes wait: a stand-in that counts for nothing
                 vit: Any = self.model.vit
                 images = torch.zeros(2, vit.in_chans, *self.model.preprocessing.size, device=device)
-                labels, weight = batch.labels.new_zeros(2), 0.0
+                labels, weight = batch.labels.new_zeros(2, *batch.labels.shape[1:]), 0.0
             targets = labels.to(device, non_blocking=True)
-            if self.mixup is not None and weight:
+            if self.mixing is not None and weight:
                 np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from there
-                images, targets = self.mixup(images, targets)
+                images, targets = self.mixing(images, targets)
             share, whole = None, None
             if processes * count > 1 or missing:
                 part = (size * count * processes, self.accelerator.process_index * count + k, processes * count)
-                there = _rows(*part, self.mixup is not None, device)
+                there = _rows(*part, self.mixing is not None, device)
                 if missing:
                     there = there[[p - k * size for p in places[start:stop]] or [0, 0]]
                 share, whole = Share(there, part[0]), Whole(processes, weight=weight)

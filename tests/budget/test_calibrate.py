@@ -17,14 +17,14 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import adaptivit
-from adaptivit.budget import control
+from adaptivit.budget import control, measure
 from adaptivit.budget.control import RunSetting
 from adaptivit.budget.curve import Calibration, parse
 from adaptivit.budget.measure import NEAR, check, static_macs
 from adaptivit.data import dataset
 from adaptivit.data.dataset import Images
 from adaptivit.errors import UserError, WeightsError
-from adaptivit.evaluation import timing
+from adaptivit.execution import timing
 from adaptivit.execution.select import Choice
 from adaptivit.execution.torch import Executor
 from adaptivit.experiments import calibrate
@@ -49,7 +49,7 @@ def calibrated(case: str) -> Any:
     model = randomised(name, **more)
     if case not in CURVES:
         CURVES[case] = model.calibrate(pictures(24, seed=9))
-    model.calibration = CURVES[case]
+    model.budget_state.calibration = CURVES[case]
     return model
 
 
@@ -73,7 +73,7 @@ def test_curves(case: str) -> None:
     if case in SHIFTS:
         gaps = [a.macs - b.macs for a, b in itertools.pairwise(curve.points)]
         assert max(gaps) < 0.1 * curve.static
-        zero = model._run(model._choose("auto", images.device), images, turn=RunSetting(model.policy, torch.zeros(24)))
+        zero = model.run(model.choose("auto", images.device), images, setting=RunSetting(model.policy, torch.zeros(24)))
         assert torch.equal(zero.trace.attended, model(images).trace.attended)  # 0 is what the settings say
     for point in curve.points[:: len(curve.points) // 3]:
         if case in COUNTS or point in curve.points[:1]:
@@ -129,7 +129,7 @@ def test_it_knows_how_well_a_budget_is_met(case: str) -> None:
     assert max(map(abs, missed)) < 2.5
     at = curve.points[len(curve.points) // 2]
     shift = torch.full((24,), at.position)
-    macs = model._run(model._choose("auto", images.device), images[168:192], turn=RunSetting(model.policy, shift)).macs
+    macs = model.run(model.choose("auto", images.device), images[168:192], setting=RunSetting(model.policy, shift)).macs
     assert at.spread == pytest.approx(float(macs.std()), rel=0.2)
     assert model.calibrate(images[:1]).points[0].spread is None  # one image says nothing of it
 
@@ -201,7 +201,7 @@ def test_each_image_has_its_own(case: str) -> None:
     curve, images = model.calibration, pictures(4, seed=4)
     least = curve.points[-1].macs / curve.static
     asked = ["-5%", "none", f"-{100 * (1 - least) * 0.6:.3f}%", 0.9 * curve.static]
-    for layout in ("masked", "packed", *(["gathered"] if model.policy.equal else [])):
+    for layout in ("masked", "packed", *(["gathered"] if model.policy.traits.fixed_counts else [])):
         many = model(images, budget=asked, layout=layout)
         assert many.layout == layout
         for i, one in enumerate(asked):
@@ -226,7 +226,7 @@ def test_on_the_device_layout(case: str) -> None:
     model = calibrated(case)
     images, shift = pictures(4, seed=5), torch.tensor([-3.0, 0.0, 0.7, 4.0])
     runs = [
-        model._run(Choice(kind, Executor(model.backbone)), images, turn=RunSetting(model.policy, shift))
+        model.run(Choice(kind, Executor(model.backbone)), images, setting=RunSetting(model.policy, shift))
         for kind in (Masked, Packed, PackedOnDevice)
     ]
     for other in runs[1:]:
@@ -273,7 +273,7 @@ def test_compiled(case: str) -> None:
         choice = Choice(Masked, Executor(model.backbone))
 
         def shifted(images: Tensor, shift: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-            out = model._run(choice, images, turn=RunSetting(model.policy, shift, limit))
+            out = model.run(choice, images, setting=RunSetting(model.policy, shift, limit))
             return out.logits, out.trace.attended
 
         quick = torch.compile(shifted, fullgraph=True, backend="eager")
@@ -361,18 +361,17 @@ def test_a_curve_belongs_to_one_image_size_and_head(case: str, tmp_path: Path) -
 def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured here; neither another device nor a checkpoint that goes there takes them on."""
     model = randomised(*[CASES["aht"][0]], **CASES["aht"][1])
-    measure = timing.interleaved
 
     def steady(*given: Any, **more: Any) -> dict[str, timing.Timing]:
         """What was measured, but falling with the work, however busy this machine is."""
-        measured = measure(*given, **more)
+        measured = timing.interleaved(*given, **more)
         assert all(min(one.seconds) > 0 for one in measured.values())
         return {
             name: replace(one, seconds=(1e-3 * (50 - i),) * len(one.seconds))
             for i, (name, one) in enumerate(measured.items())
         }
 
-    monkeypatch.setattr(timing, "interleaved", steady)
+    monkeypatch.setattr(measure, "interleaved", steady)
     model.calibrate(pictures(8), latency_batch=4)
     latency = model.calibration.latency
     assert latency.batch == 4
@@ -381,7 +380,7 @@ def test_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = latency.points[0][1], latency.points[-1][1]
     assert (slow, fast) == (50.0, pytest.approx(51.0 - len(latency.points)))
     model.budget = f"{(slow + fast) / 2:.9f} ms"
-    position = model._position(torch.device("cpu"))
+    position = model.budget_state.position(torch.device("cpu"))
     dear, cheap = model.calibration.points[0].position, model.calibration.points[-1].position
     assert dear <= position <= cheap
     model(pictures())

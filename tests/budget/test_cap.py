@@ -29,8 +29,8 @@ TYPES = (Masked, Packed, PackedOnDevice)
 
 
 def run(model: Any, kind: type[layouts.Layout], images: Tensor, shift: Tensor | None, limit: Tensor | None) -> Output:
-    turn = RunSetting(model.policy, shift, limit)
-    return model._run(Choice(kind, Executor(model.backbone)), images, turn=turn)
+    setting = RunSetting(model.policy, shift, limit)
+    return model.run(Choice(kind, Executor(model.backbone)), images, setting=setting)
 
 
 def hostile(seed: int, batch: int = 5) -> Tensor:

@@ -26,7 +26,7 @@ from tests.support.traces import random_trace
 
 HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "aht": ("aht", {"beta": -1.0}),
-    "received": ("aht_merge", PAPERS | {"beta": -0.5, "feature": "received"}),
+    "received": ("aht_merge", PAPERS | {"beta": -0.5, "feature": "received", "removal": "drop"}),
     "aht_merge": ("aht_merge", PAPERS | {"beta": -1.0}),
     "avit": ("avit", {"gate_center": 1.0}),
     "act": ("act", {"bias": 0.0}),

@@ -170,7 +170,7 @@ POLICIES = {
     "aht:planner_blocks=3+3": "planner_blocks: expected different",
     "aht:straight_through=maybe": "straight_through: expected true or false",
     "aht:stages=3": "aht: the setting stages is called planner_blocks now",
-    "aht:feature=worth": "aht: feature is a setting of the policy aht_merge now, called feature",
+    "aht:feature=worth": "aht: feature is a setting of the policy aht_merge now",
     "aht:plan_weight=1": "aht: the setting plan_weight is gone",
     "aht:threshold": "expected name:key=value",
     "avit:eps=1": "eps: expected 0 <= eps < 1",

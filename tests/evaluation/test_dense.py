@@ -89,7 +89,7 @@ def test_every_layout_gives_what_each_token_was_last(case: str) -> None:
     model, images = tiny(policy, **given), pictures()
     with torch.no_grad():
         expected = literal(model, images)
-        for layout in ALL_LAYOUTS if model.policy.equal else LAYOUTS:
+        for layout in ALL_LAYOUTS if model.policy.traits.fixed_counts else LAYOUTS:
             found = adaptivit.features(model, images, prefix=True, layout=layout)
             assert_close(found, expected, 2e-5)
             assert torch.equal(adaptivit.features(model, images, layout=layout), found[:, 1:])

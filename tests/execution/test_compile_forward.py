@@ -41,10 +41,10 @@ def test_no_policy_is_left_out() -> None:
 
 def run_compiled(policy: str, given: dict[str, Any], layout: str) -> None:
     model, images = tiny(policy, more={"embed_dim": 48, "depth": 3}, **given), (pictures(2), pictures(2, seed=1))
-    choice = model._choose(layout, images[0].device)
+    choice = model.choose(layout, images[0].device)
     torch._dynamo.reset()
-    expected = [model._run(choice, x).logits for x in images]
-    quick = torch.compile(lambda x: model._run(choice, x).logits, fullgraph=True, dynamic=False, backend="eager")
+    expected = [model.run(choice, x).logits for x in images]
+    quick = torch.compile(lambda x: model.run(choice, x).logits, fullgraph=True, dynamic=False, backend="eager")
     assert_close(quick(images[0]), expected[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_close(quick(images[1]), expected[1])  # which tokens leave is no part of the graph

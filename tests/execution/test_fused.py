@@ -71,7 +71,7 @@ def check(
 ) -> Output:
     """The fused kernels on these layouts (default: those that the policy can run on) and timm's modules are one."""
     expected = run(model, images, "masked", False, aux)
-    for layout in which or (("packed", "gathered") if model.policy.equal else ("packed",)):
+    for layout in which or (("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",)):
         found = run(model, images, layout, True, aux, plan)
         assert found.layout == layout
         assert_same(found, expected)
@@ -324,13 +324,13 @@ def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -
     model = replaying(REPLAYED, change) if case == "replay" else make(case, change)
     launch.on_cpu = True
     with torch.inference_mode():
-        choice = model._choose("auto", images_of().device)
+        choice = model.choose("auto", images_of().device)
         assert choice.fused
 
-        first, _ = cuda_graph._masks(model._run(choice, images_of(), plan=RowSchedule(moves)))
+        first, _ = cuda_graph._masks(model.run(choice, images_of(), plan=RowSchedule(moves)))
 
         def step(images: Tensor) -> list[Tensor]:
-            return cuda_graph._tensors(model._run(choice, images, plan=RowSchedule(moves)), first)
+            return cuda_graph._tensors(model.run(choice, images, plan=RowSchedule(moves)), first)
 
         compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
         compiled(images_of())
@@ -404,12 +404,12 @@ def test_a_captured_call_and_its_record() -> None:
             held.copy_(now)
 
     captured.model, captured.batch, captured._images = model, 2, images.clone()
-    captured._ends, captured._turn = (), RunSetting(model.policy)  # type: ignore[assignment]
+    captured._ends, captured._setting = (), RunSetting(model.policy)  # type: ignore[assignment]
     captured._pattern, captured._made = pattern, made
     captured._graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
     captured.asked, captured.plan, captured.compiled = "auto", None, False
     with torch.inference_mode():
-        captured._choice = model._choose("packed", images.device)
+        captured._choice = model.choose("packed", images.device)
     assert captured.explain().startswith("one CUDA graph of 2 images, as it is: packed")
     expected = run(model, images, "masked", False)
     recorded = captured.record(images)
@@ -459,7 +459,7 @@ def test_capture_needs_a_gpu() -> None:
 def test_bfloat16_against_a_replay_in_float32(case: str) -> None:
     model = make(case, {"init_values": 0.5}, LARGER).to(torch.bfloat16)
     images = images_of(LARGER, 4).to(torch.bfloat16)
-    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
+    for layout in ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",):
         found = run(model, images, layout, True)
         trace = found.trace
         replay = AdaptiveViT(copy.deepcopy(model.vit).float(), "replay", {"trace": trace}).eval()
@@ -473,7 +473,7 @@ def test_bfloat16_against_a_replay_in_float32(case: str) -> None:
 @policies
 def test_nobody_waits_for_the_gpu(case: str) -> None:
     model, images = make(case, {}, LARGER), images_of(LARGER, 4)
-    for layout in ("packed", "gathered") if model.policy.equal else ("packed",):
+    for layout in ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",):
         expected = run(model, images, layout, True)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

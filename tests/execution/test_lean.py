@@ -73,7 +73,7 @@ def images_of(model: AdaptiveViT, batch: int = 4, seed: int = 0) -> Tensor:
 
 
 def compact(model: AdaptiveViT) -> tuple[str, ...]:
-    return ("packed", "gathered") if model.policy.equal else ("packed",)
+    return ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",)
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_replays_in_either_order(name: str, few: int, seed: int, monkeypatch: py
 
 
 @both
-@pytest.mark.parametrize("case", ["aht", "aht, folds", "avit", "fold", "amod", "confidence"])
+@pytest.mark.parametrize("case", ["aht", "aht_merge", "avit", "fold", "amod", "confidence"])
 def test_policies_in_either_order(
     case: str, few: int, monkeypatch: pytest.MonkeyPatch, ran: Callable[[], set[str]]
 ) -> None:

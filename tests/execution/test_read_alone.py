@@ -1,19 +1,21 @@
-"""After the last attention patches are left out where the head reads a class token alone."""
+"""Where the head reads a class token alone, patches are left out of the last MLP: nothing reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from adaptivit.decision import AppliedDecision, Drop, Trace
+from adaptivit.decision import AppliedDecision, Drop, Merge, Trace
 from adaptivit.evaluation import halting_profiles
 from adaptivit.execution.cpu import CpuExecutor
 from adaptivit.execution.torch import Executor
 from adaptivit.model import AdaptiveViT
+from adaptivit.policies.aht import AHT
 from adaptivit.policies.static import Static
 from tests.support.models import assert_close, pictures, tiny
 
@@ -53,7 +55,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compact(model: AdaptiveViT) -> tuple[str, ...]:
-    return ("packed", "gathered") if model.policy.equal else ("packed",)
+    return ("packed", "gathered") if model.policy.traits.fixed_counts else ("packed",)
 
 
 def run(model: AdaptiveViT, images: Tensor, layout: str, fed: list[int], aux: Collection[str] = ()) -> Any:
@@ -183,11 +185,9 @@ def test_budgets_that_cut_some_images() -> None:
 
 
 class Watching(Static):
-    """Keeps what it sees, as cpu.py allows with a copy alone, and looks at the end."""
+    """Keeps what it sees, which an executor in place may write to, and reads a patch at the end."""
 
-    keeps_prefix = True
-
-    def start(self, ctx: Any) -> Any:
+    def init_state(self, ctx: Any) -> Any:
         return []
 
     def after(self, ctx: Any, state: Any) -> None:
@@ -199,10 +199,10 @@ class Watching(Static):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_what_a_policy_keeps_stays_as_it_was_and_subclasses_see_the_end(batch: int, fed: list[int]) -> None:
+def test_what_a_policy_keeps_stays_as_it_was(batch: int, fed: list[int]) -> None:
     model, images = tiny(), pictures(batch)
     model.policy = Watching(model.policy.settings, model.shape)
-    model.policy.keeps_prefix = True
+    model.policy.traits = replace(model.policy.traits, ignores_last_mlp_patches=False)
     model.eval()
     whole = run(model, images, "masked", fed)
     for layout in ("packed", "gathered"):
@@ -211,18 +211,44 @@ def test_what_a_policy_keeps_stays_as_it_was_and_subclasses_see_the_end(batch: i
         assert_close(found.trace.facts["seen"], whole.trace.facts["seen"])
 
 
-def test_who_promises_to_be_quiet_and_is_not_hears_of_it() -> None:
-    class Loud(Static):
-        quiet_end = True
+class DropsAtTheEnd(Static):
+    def after(self, ctx: Any, state: Any) -> Any:
+        return Drop(torch.zeros_like(ctx.present)) if ctx.last else None
 
-        def after(self, ctx: Any, state: Any) -> Any:
-            return Drop(torch.zeros_like(ctx.present)) if ctx.last else None
 
-    model = tiny()
-    model.policy = Loud(model.policy.settings, model.shape)
+class DropsThePrefix(Static):
+    def after(self, ctx: Any, state: Any) -> Any:
+        return Drop(torch.arange(ctx.present.shape[1]).expand(ctx.present.shape) < 1) if ctx.layer == 1 else None
+
+
+class MergesThePrefix(Static):
+    def between(self, ctx: Any, state: Any) -> Any:
+        target = torch.arange(ctx.present.shape[1]).expand(ctx.present.shape).clamp_min(1)
+        return Merge(target, torch.ones(target.shape)) if ctx.layer == 1 else None
+
+
+class AsksEarly(AHT):
+    def between(self, ctx: Any, state: Any) -> None:
+        ctx.over_limit(ctx.present, torch.zeros(ctx.present.shape))
+
+
+@pytest.mark.parametrize(
+    ("policy", "trait"),
+    [
+        (Watching, "ignores_last_mlp_patches"),
+        (DropsAtTheEnd, "ignores_last_mlp_patches"),
+        (DropsThePrefix, "keeps_prefix"),
+        (MergesThePrefix, "keeps_prefix"),
+        (AsksEarly, "decides_before_mlp"),
+    ],
+)
+def test_a_wrong_trait_is_an_error(policy: Any, trait: str) -> None:
+    model = tiny("aht" if policy is AsksEarly else "static")
+    model.policy = policy(model.policy.settings, model.shape)
     model.eval()
-    with torch.inference_mode(), pytest.raises(ValueError, match="quiet_end"):
-        model(pictures(2), layout="packed")
+    limit = "-20%" if policy is AsksEarly else None
+    with torch.inference_mode(), pytest.raises(ValueError, match=trait):
+        model(pictures(2), layout="packed", max_macs=limit)
 
 
 def test_a_replay_for_more_prefix_tokens_than_its_trace(fed: list[int]) -> None:

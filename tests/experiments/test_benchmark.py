@@ -19,7 +19,7 @@ import adaptivit
 from adaptivit.decision import AppliedDecision, Drop, Keep, Trace
 from adaptivit.errors import UserError
 from adaptivit.evaluation import halting_profiles
-from adaptivit.evaluation.timing import Timing, interleaved
+from adaptivit.execution.timing import Timing, interleaved
 from adaptivit.experiments.benchmark import contenders
 from adaptivit.experiments.benchmark import run as benchmark
 from adaptivit.experiments.benchmark.charts import bars, speed_against_macs

@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from adaptivit.errors import UserError
-from adaptivit.evaluation.timing import interleaved
+from adaptivit.execution.timing import interleaved
 from adaptivit.experiments import table
 from adaptivit.experiments.compare import run as compare
 from adaptivit.experiments.compare.config import CompareConfig

@@ -159,7 +159,7 @@ def test_where_a_kernel_decides(case: str, gates: int, gated: list[Any], monkeyp
             if case == "limit":
                 outputs.append(model(images, layout=layout, max_macs="-30%"))
             else:
-                outputs.append(model._run(model._choose(layout, images.device), images, (), plan, setting))
+                outputs.append(model.run(model.choose(layout, images.device), images, (), plan, setting))
     assert_same(outputs[1], outputs[0])
     assert len(gated) == gates
 

@@ -14,7 +14,7 @@ from adaptivit.data.gpu_pipeline import evaluation_images
 from adaptivit.errors import UserError
 from adaptivit.policies.halting import Halting
 from adaptivit.training.config import LossConfig, TrainConfig
-from adaptivit.training.gate_init import calibrate
+from adaptivit.training.gate_init import init_gate
 from adaptivit.training.losses import Batch, Budget
 from adaptivit.utils.batch_rng import Share, drawing
 from tests.support.models import assert_close, pictures, tiny
@@ -38,7 +38,7 @@ def test_tokens_halt_in_the_halting_blocks_alone() -> None:
 def test_evidence_is_collected_in_the_halting_blocks_alone(point: str) -> None:
     given = SHARED | {"halt_point": point, "gate": "block", "gamma": 4.0}
     model = tiny("aht_merge", more={"depth": 8}, halting_blocks=(4, 2), **given)
-    model.policy.calibrate(model, pictures(), 0.7)
+    model.policy.init_gate(model, pictures(), 0.7)
     out = model(pictures())
     live = out.trace.updated if point == "before_mlp" else out.trace.attended
     here = [2, 4] if point == "before_mlp" else [3, 5]  # the first that misses them
@@ -50,14 +50,14 @@ def test_evidence_is_collected_in_the_halting_blocks_alone(point: str) -> None:
 
 def test_training_starts_where_no_block_is_left_to_halt_in() -> None:
     model = tiny("aht_merge", more={"depth": 2}, beta=0.0)
-    assert model.policy.calibrate(model, pictures(), 0.7) is not None
+    assert model.policy.init_gate(model, pictures(), 0.7) is not None
     assert model(pictures()).trace.attended.all()
 
 
 def test_the_lowest_merge_scores_leave_first() -> None:
     model = tiny("aht_merge", more={"depth": 3}, **SHARED | {"gamma": 50.0})
     images = pictures()
-    model.policy.calibrate(model, images, 0.8)
+    model.policy.init_gate(model, images, 0.8)
     out = model(images)
     left = out.trace.attended[1, :, 1:] & ~out.trace.updated[1, :, 1:]
     assert left.any()
@@ -82,7 +82,7 @@ def backbone_rows(vit: Any, images: torch.Tensor) -> torch.Tensor:
 def test_training_starts_at_the_budget(gamma: float) -> None:
     images = pictures(8)
     model = tiny("aht_merge", more={"depth": 6}, **SHARED | {"gate": "block", "gamma": gamma})
-    said = model.policy.calibrate(model, images, 0.7)
+    said = model.policy.init_gate(model, images, 0.7)
     assert said is not None
     out = model(images)
     assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.7, abs=0.03)
@@ -129,7 +129,7 @@ def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:
 def test_sampled_budgets() -> None:
     images = pictures(8)
     model = tiny("aht_merge", more={"depth": 6}, train_budget_range=(0.4, 0.9), **SHARED)
-    model.policy.calibrate(model, images, 0.65)
+    model.policy.init_gate(model, images, 0.65)
     low, high = model.policy.shifts.tolist()[::-1]
     assert low < 0 < high
 
@@ -168,7 +168,7 @@ def test_a_sharp_gate_learns_by_the_slope_of_its_logit(surrogate: str) -> None:
     images, more = pictures(8), {"depth": 5}
     given = SHARED | {"gate": "block", "gamma": 60.0, "surrogate": surrogate, "surrogate_width": 0.25}
     model = tiny("aht_merge", more=more, **given)
-    model.policy.calibrate(model, images, 0.7)
+    model.policy.init_gate(model, images, 0.7)
     plain = tiny("aht_merge", more=more, straight_through=False, **given)
     plain.load_state_dict(model.state_dict())
     out = model(images, layout="masked")
@@ -203,7 +203,7 @@ def test_gates_that_do_not_learn_start_at_the_budget_too() -> None:
     images = torch.rand(64, 32, 32, 3).mul(255).byte().numpy()
     model = tiny("aht_merge", more={"depth": 6}, beta=0.0, gamma=3.0)
     found = Labelled("here", images, [0] * 64, ("a",))
-    calibrate(model, {}, TrainConfig("", loss=LossConfig(cost=0.0, cost_target=0.6)), found, "cpu")
+    init_gate(model, {}, TrainConfig("", loss=LossConfig(cost=0.0, cost_target=0.6)), found, "cpu")
     batch = next(dataset.batches(evaluation_images(found, model.preprocessing, "cpu"), dataset.in_order(64, 64))).images
     out = model(batch)
     assert float((out.macs_deployed / model.static_macs(out)).mean()) == pytest.approx(0.6, abs=0.03)

@@ -12,6 +12,7 @@ from torch import Tensor
 import adaptivit
 from adaptivit.layouts import Layout, Masked
 from adaptivit.policies import BUILT_IN, registry
+from adaptivit.policies.base import Traits
 from adaptivit.testing import check_policy
 from tests.support.models import assert_close, pictures, tiny
 from tests.support.policies import CASES
@@ -83,19 +84,20 @@ def test_what_does_not_conform_is_named(policy: type[adaptivit.Policy], message:
         check_policy("odd")
 
 
-class LiesAboutEqual(LooksAtOthers):
-    """Keeps other numbers of tokens in different images, though it says it does not."""
+class WithEqualCounts(EveryThird):
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape, Traits(fixed_counts=True))
 
-    equal = True
+
+class KeepsOtherCounts(WithEqualCounts):
+    """Keeps other numbers of tokens in different images, against its trait."""
 
     def after(self, ctx: Any, state: Any) -> adaptivit.Drop:
         return adaptivit.Drop(ctx.present & (ctx.channel(0) < 0))
 
 
-class MiscountsItself(EveryThird):
-    """The count that it promises is not what it keeps."""
-
-    equal = True
+class MiscountsItself(WithEqualCounts):
+    """The count that it gives is not what it keeps."""
 
     def after(self, ctx: Any, state: Any) -> adaptivit.Drop | None:
         answer = super().after(ctx, state)
@@ -103,7 +105,7 @@ class MiscountsItself(EveryThird):
 
 
 @pytest.mark.usefixtures("own_policies")
-@pytest.mark.parametrize("policy", [LiesAboutEqual, MiscountsItself])
+@pytest.mark.parametrize("policy", [KeepsOtherCounts, MiscountsItself])
 def test_a_policy_that_is_not_equal_is_caught(policy: type[adaptivit.Policy]) -> None:
     adaptivit.register_policy("lies")(policy)
     with pytest.raises(
@@ -114,7 +116,7 @@ def test_a_policy_that_is_not_equal_is_caught(policy: type[adaptivit.Policy]) ->
 
 @pytest.mark.usefixtures("own_policies")
 def test_an_equal_policy_of_ones_own_runs_on_gathered() -> None:
-    adaptivit.register_policy("equal_third")(type("Equal", (EveryThird,), {"equal": True}))
+    adaptivit.register_policy("equal_third")(WithEqualCounts)
     check_policy("equal_third")
     model = adaptivit.create("test_vit", "equal_third", img_size=32, num_classes=3)
     assert model(torch.randn(2, 3, 32, 32)).layout == "gathered"

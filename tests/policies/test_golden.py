@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import adaptivit
-from adaptivit.training.losses import Batch, CrossEntropy, DistributionPrior, Ponder
+from adaptivit.training.losses import Batch, DistributionPrior, Ponder, TaskLoss
 from tests.support.models import LAYOUTS, assert_close, pictures, shared
 
 
@@ -40,7 +40,7 @@ def test_avit_is_the_public_code(layout: str) -> None:
         rho = out.trace.fact("halt") + out.trace.fact("remainder")
         assert_close(rho, case["rho_token"].to(rho), 1e-5)
         assert_close(out.trace.fact("raw_scores").transpose(0, 1), case["h"], 1e-5)
-        loss = CrossEntropy()(out, Batch(case["target"])) + 5e-4 * ponder
+        loss = TaskLoss()(out, Batch(case["target"])) + 5e-4 * ponder
         assert_close(loss, case["loss"].to(loss), 1e-5)
         loss.backward()
         for name, p in model.vit.named_parameters():

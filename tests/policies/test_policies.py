@@ -18,12 +18,12 @@ from adaptivit.output import Output
 from adaptivit.training.losses import (
     Batch,
     Budget,
-    CrossEntropy,
     Distillation,
     DistributionPrior,
     Objective,
     Ponder,
     TargetDepth,
+    TaskLoss,
 )
 from tests.support.models import LAYOUTS, SIDES, TINY, assert_close, assert_same_run, pictures, tiny
 from tests.support.policies import PAPERS
@@ -49,9 +49,9 @@ FIRST_LAYER = {  # everything that may halt does so in layer 1
     "aht straight_through": ("aht", {"gamma": 0.0, "beta": 50.0, "straight_through": True}),
 }
 TERMS: dict[str, Any] = {
-    "cross_entropy": CrossEntropy(),
-    "smoothed": CrossEntropy(0.1),
-    "distillation": Distillation(2.0),
+    "cross_entropy": TaskLoss(),
+    "smoothed": TaskLoss(0.1),
+    "distillation": Distillation(),
     "ponder": Ponder(),
     "expected": Ponder("expected"),
     "prior": DistributionPrior(depth=4.0),
@@ -237,7 +237,7 @@ def test_rate_of_decisions_flipped_by_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("straight_through", [True, False])
 def test_task_gradient_reaches_the_gate_only_straight_through(straight_through: bool) -> None:
     model = tiny("aht", beta=-0.5, straight_through=straight_through)
-    loss = CrossEntropy()(model(pictures(), layout="masked"), Batch(torch.arange(3)))
+    loss = TaskLoss()(model(pictures(), layout="masked"), Batch(torch.arange(3)))
     gamma, beta = torch.autograd.grad(loss, [model.policy.gamma, model.policy.beta], allow_unused=True)
     for grad in (gamma, beta):
         assert (grad is not None and float(grad) != 0) == straight_through

@@ -66,4 +66,4 @@ def test_avit_by_a_network_a_layer() -> None:
         assert network[0].weight.shape == (12, 24)
         assert_close(scores[0, b], torch.sigmoid(hidden @ network[2].weight[0] + network[2].bias))
     assert len(model.policy.networks) == 6
-    assert not model.policy.optional_aux
+    assert not model.policy.traits.optional_aux

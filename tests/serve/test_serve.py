@@ -274,7 +274,9 @@ def test_the_queue_is_all_or_nothing_and_closing_finishes_it(model: Any) -> None
 def test_a_budget_that_does_not_hold_here_is_said_at_the_start() -> None:
     model = tiny("aht", beta=-1.0)
     model.calibrate(pictures(16), "9000 ms")
-    model.calibration = replace(model.calibration, latency=replace(model.calibration.latency, device="another"))
+    model.budget_state.calibration = replace(
+        model.calibration, latency=replace(model.calibration.latency, device="another")
+    )
     with pytest.raises(adaptivit.UserError, match="measured on another"):
         Batcher(model)
 

@@ -80,9 +80,9 @@ def run(
     """A pass with the fused kernels, or without any."""
     launch.on_cpu = use
     with torch.inference_mode():
-        choice = model._choose(layout, images.device)
+        choice = model.choose(layout, images.device)
         assert choice.fused == (use and layout != "masked")
-        return model(images, layout=layout, aux=aux) if plan is None else model._run(choice, images, aux, plan)
+        return model(images, layout=layout, aux=aux) if plan is None else model.run(choice, images, aux, plan)
 
 
 @pytest.fixture(autouse=True)

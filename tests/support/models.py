@@ -21,7 +21,7 @@ def model_of(policy: str = "static", classes: int = 9, **given: Any) -> adaptivi
         for p in model.parameters():
             if p.ndim > 1:
                 p.copy_(torch.randn_like(p) * p[0].numel() ** -0.5)
-    model.policy.calibrate(model, torch.randn(16, 3, 32, 32))
+    model.policy.init_gate(model, torch.randn(16, 3, 32, 32))
     return model
 
 

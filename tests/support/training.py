@@ -19,4 +19,4 @@ def batch(count: int = 4) -> Loaded:
 
 def named(config: TrainConfig = PLAIN, /, **values: Any) -> TrainConfig:
     """The configuration with other settings: lr for optim.lr, ponder for loss.ponder."""
-    return with_settings(config, {RENAMED.get(name, name): value for name, value in values.items()})
+    return with_settings(config, {(RENAMED | {"task": "loss.task"}).get(name, name): v for name, v in values.items()})

@@ -42,7 +42,7 @@ def trainer(method: str, compile: bool, precision: str, depth: int = 4) -> Train
     given, losses = METHODS[method]
     config = named(precision=precision, device="cpu", lr=1e-3, compile=compile, **losses)
     torch.manual_seed(0)  # a policy's own weights
-    return _trainer(config, tiny(method, more={"depth": depth}, **given), _accelerator(config), 10)
+    return _trainer(config, tiny(method, more={"depth": depth}, **given), _accelerator(config))
 
 
 def step(one: Trainer, number: int) -> tuple[float, dict[str, Tensor], Any]:

@@ -14,10 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
+from adaptivit import tasks
 from adaptivit.training import log_plots
 from tests.support.commands import log, train
 from tests.support.data_sets import split_folder
 
+TASK = tasks.get(tasks.DEFAULT)
 LOSSES = ("--policy", "aht:straight_through=true", "--loss.target-depth", 0.1, "--loss.ponder", 0.01, "--epochs", 2)
 
 
@@ -83,12 +85,12 @@ def test_the_picture_shows_every_term(out: Path) -> None:
     assert drawn.shape[0] > 800
     assert drawn.shape[1] > 1300
     records = log_plots.read(out / "log.jsonl")
-    assert np.array_equal(picture(log_plots.draw(records, "out")), drawn)
+    assert np.array_equal(picture(log_plots.draw(records, "out", TASK)), drawn)
     for name in ("target_depth", "live", "top1"):
         fewer = [{k: v for k, v in r.items() if k != name} for r in records]
-        assert not np.array_equal(picture(log_plots.draw(fewer, "out")), drawn), name
-    assert picture(log_plots.draw([], "nothing")).shape == drawn.shape
-    assert picture(log_plots.draw(records[:1], "one line")).shape == drawn.shape
+        assert not np.array_equal(picture(log_plots.draw(fewer, "out", TASK)), drawn), name
+    assert picture(log_plots.draw([], "nothing", TASK)).shape == drawn.shape
+    assert picture(log_plots.draw(records[:1], "one line", TASK)).shape == drawn.shape
 
 
 def test_a_cut_line_and_columns_that_come_later(tmp_path: Path) -> None:

@@ -248,9 +248,9 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(whole: Any, tmp_path: Pat
 
 # -- a loss that is not finite --------------------------------------------------------------------------------------
 def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any, tmp_path: Path, capsys: Any) -> None:
-    from adaptivit.training.losses import CrossEntropy
+    from adaptivit.training.losses import TaskLoss
 
-    call, count = CrossEntropy.sums, 0
+    call, count = TaskLoss.sums, 0
 
     def spoilt(self: Any, *arguments: Any) -> torch.Tensor:
         nonlocal count
@@ -258,7 +258,7 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any,
         return call(self, *arguments) * (float("nan") if count == 7 else 1.0)  # the first is the probe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CrossEntropy, "sums", spoilt)
+        patch.setattr(TaskLoss, "sums", spoilt)
         assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 2) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "'task' became nan at step" in said
@@ -291,16 +291,16 @@ def test_the_step_in_the_message_is_the_step_in_the_log(whole: Any, tmp_path: Pa
 
 def test_a_checkpoint_never_holds_weights_that_are_not_finite(whole: Any, tmp_path: Path) -> None:
     """A finite loss can have a gradient that is not: the step spoils the weights, the next loss shows it."""
-    from adaptivit.training.losses import CrossEntropy
+    from adaptivit.training.losses import TaskLoss
 
-    call = CrossEntropy.sums
+    call = TaskLoss.sums
 
     def spoilt(self: Any, *arguments: Any) -> torch.Tensor:
         loss = call(self, *arguments)
         return loss + (0 * loss).sqrt()  # the slope of a root at 0 is infinite
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CrossEntropy, "sums", spoilt)
+        patch.setattr(TaskLoss, "sums", spoilt)
         assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 1) == 2
     if (tmp_path / "checkpoint").exists():
         stored = load_file(tmp_path / "checkpoint" / "model.safetensors")

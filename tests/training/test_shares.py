@@ -10,16 +10,15 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from timm.data.mixup import Mixup
 from torch import Tensor
 
+from adaptivit import tasks
 from adaptivit.data.dataset import Loaded
 from adaptivit.execution.torch import Executor
 from adaptivit.training import optim
 from adaptivit.training.losses import (
     Batch,
     Budget,
-    CrossEntropy,
     Distillation,
     DistributionPrior,
     Exits,
@@ -31,6 +30,7 @@ from adaptivit.training.losses import (
     Ponder,
     Sums,
     TargetDepth,
+    TaskLoss,
 )
 from adaptivit.training.micro_batch import Whole, rows
 from adaptivit.training.run import objective
@@ -54,8 +54,8 @@ class Own:
 
 
 TERMS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "cross_entropy": ("aht", AHT, CrossEntropy(0.1)),
-    "distillation": ("aht", AHT, Distillation(2.0)),
+    "cross_entropy": ("aht", AHT, TaskLoss(0.1)),
+    "distillation": ("aht", AHT, Distillation()),
     "ponder": ("aht", AHT, Ponder()),
     "ponder_expected": ("avit", AVIT, Ponder("expected")),
     "target_depth": ("aht", AHT, TargetDepth()),
@@ -152,10 +152,9 @@ def trainer(name: str, **changes: Any) -> Trainer:
     torch.manual_seed(0)  # the policy draws its own weights
     model = tiny(policy, more={"depth": 4, "drop_path_rate": config.optim.drop_path}, **settings)
     model.recompute = config.run.checkpoint_activations
-    mix = config.augment
-    mixup = Mixup(mix.mixup, mix.cutmix, label_smoothing=0.0, num_classes=10) if mix.mixup else None
+    mixing = tasks.get(config.task).mixing(config.augment, 10)
     optimizer = optim.adamw(model, config)
-    return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, mixup=mixup)
+    return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, mixing=mixing)
 
 
 def batch(count: int = 8, seed: int = 0) -> Loaded:
@@ -173,9 +172,9 @@ def reordered(whole: Loaded, parts: int, pairs: bool) -> Loaded:
 def test_accumulated_steps_are_those_of_the_whole_batch(name: str, parts: int) -> None:
     one, several = trainer(name), trainer(name, accumulate=parts)
     for number in range(2):
-        seen = Seen(), Seen()
+        seen = Seen("accuracy"), Seen("accuracy")
         losses, _ = one.step(batch(seed=number), number, 4, (), seen[0])
-        given = reordered(batch(seed=number), parts, one.mixup is not None)
+        given = reordered(batch(seed=number), parts, one.mixing is not None)
         other, output = several.step(given, number, 4, (), seen[1])
         assert len(output.logits) == 8 // parts
         assert float(other.total.detach()) == pytest.approx(float(losses.total.detach()), rel=1e-4)
@@ -240,7 +239,7 @@ def test_a_share_without_any_image_counts_for_nothing(parts: int) -> None:
     """Its process still takes the step that the others wait for."""
     one = trainer("aht", accumulate=parts, weight_decay=0.0)
     before = {k: v.clone() for k, v in one.model.state_dict().items()}
-    seen = Seen()
+    seen = Seen("accuracy")
     nothing = Loaded(torch.empty(0), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), [0, 1, 2, 3])
     losses, _ = one.step(nothing, 0, 4, [0, 1, 2, 3], seen)
     assert float(losses.terms["task"]) == 0

@@ -47,7 +47,7 @@ def test_a_step_of_each_recipe_moves_the_policy(name: str) -> None:
     losses, output = one.step(batch(), 0, 4)
     assert losses.total.isfinite()
     assert all(v.isfinite() for v in losses.terms.values())
-    assert output.layout == ("gathered" if one.model.policy.equal_in_training else "masked")
+    assert output.layout == ("gathered" if one.model.policy.traits.fixed_counts_in_training else "masked")
     change = moved(one.model, before)
     assert change["vit.blocks.0.attn.qkv.weight"] > 0
     own = {k: v for k, v in change.items() if k.startswith("policy.")}

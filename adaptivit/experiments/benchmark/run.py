@@ -24,7 +24,7 @@ from torch import Tensor
 from ...cost import CostModel
 from ...data import dataset
 from ...errors import UserError, reason_of
-from ...evaluation.timing import Timing, interleaved
+from ...execution.timing import Timing, interleaved
 from ...factory import create
 from ...model import AdaptiveViT
 from ...utils.atomic_io import write_bytes, write_text

@@ -21,7 +21,7 @@ from rich.console import Console
 from ...data import dataset
 from ...data.gpu_pipeline import evaluation_images
 from ...errors import UserError, reason_of
-from ...evaluation.timing import interleaved
+from ...execution.timing import interleaved
 from ...training.methods import parse_method, slug
 from ...utils.atomic_io import write_bytes, write_text
 from ...utils.console import bar, show

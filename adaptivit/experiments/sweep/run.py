@@ -28,7 +28,7 @@ from ...factory import create
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig
-from ...training.gate_init import calibrate
+from ...training.gate_init import init_gate
 from ...utils.atomic_io import write_json
 from ...utils.console import show
 from ...utils.settings import flat
@@ -142,7 +142,7 @@ def _untrained(config: TrialConfig) -> Result:
     model = _model(config, len(val.classes)).to(device)
     val = val.for_model(model)
     if config.gate_init:
-        calibrate(model, spec.parse(config.policy)[1], config, val, device)
+        init_gate(model, spec.parse(config.policy)[1], config, val, device)
     images = evaluation_images(val, model.preprocessing, device)
     order = dataset.in_order(len(images), config.batch_size)
     return evaluate(model, dataset.batches(images, order, config.workers), device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .base import Batch, Losses, Objective, Summed, Sums, Term
 from .budget import Budget
-from .cross_entropy import CrossEntropy
 from .distillation import Distillation
 from .distribution_prior import DistributionPrior
 from .exits import Exits, Expected, Geometric
@@ -12,11 +11,11 @@ from .features import Features
 from .keep_ratio import KeepRatio
 from .ponder import Ponder
 from .target_depth import TargetDepth
+from .task import TaskLoss
 
 __all__ = [
     "Batch",
     "Budget",
-    "CrossEntropy",
     "Distillation",
     "DistributionPrior",
     "Exits",
@@ -30,5 +29,6 @@ __all__ = [
     "Summed",
     "Sums",
     "TargetDepth",
+    "TaskLoss",
     "Term",
 ]

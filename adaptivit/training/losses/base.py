@@ -14,17 +14,19 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ... import tasks
 from ...errors import NotFiniteError
 from ...output import Output
 
 Sums = dict[str, Tensor]  # by term
+CLASSIFICATION = tasks.get(tasks.DEFAULT)
 
 
 @dataclass(frozen=True)
 class Batch:
     """What a loss may know beside the output."""
 
-    targets: Tensor | None = None  # [B] class indices, or [B, classes] probabilities (mixup)
+    targets: Tensor | None = None  # [B, ...] as the task gives them: classes [B], or probabilities [B, classes] (mixup)
     teacher_logits: Tensor | None = None  # [B, classes] of the static model
     teacher_patches: Tensor | None = None  # [B, patches, D] of the static model after the final norm
 

@@ -1,25 +1,22 @@
-"""Distillation from the frozen static model: KL(teacher || student) on logits, scaled by temperature squared."""
+"""Distillation from the frozen static model: the task's distance of the logits, KL(teacher || student) for classes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...output import Output
-from .base import Batch, Summed, over_images
+from ...tasks.protocol import Task
+from .base import CLASSIFICATION, Batch, Summed, over_images
 
 
 @dataclass(frozen=True)
 class Distillation(Summed):
-    temperature: float = 1.0
+    task: Task = CLASSIFICATION
     needs: frozenset[str] = frozenset()
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
         if batch.teacher_logits is None:
             raise ValueError("Distillation needs batch.teacher_logits.")
-        teacher = F.log_softmax(batch.teacher_logits.float() / self.temperature, dim=-1)
-        student = F.log_softmax(output.logits.float() / self.temperature, dim=-1)
-        divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-        return over_images(divergence * self.temperature**2)
+        return over_images(self.task.distance(output.logits.float(), batch.teacher_logits.float()))

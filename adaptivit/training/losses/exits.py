@@ -2,8 +2,8 @@
 
 Shapes: L layers, B images, C classes, U halting units an image (1, or N tokens).
 
-    Exits       mean over blocks of CE(y_l)                                        confidence, similarity
-    Expected    mean over images of sum_l p_l CE(y_l)                              PonderNet; p of image or class token
+    Exits       mean over blocks of loss(y_l)                                       confidence, similarity
+    Expected    mean over images of sum_l p_l loss(y_l)                            PonderNet; p of image or class token
     Geometric   mean over units of KL(p || truncated geometric prior)              PonderNet
 """
 
@@ -12,41 +12,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...output import Output
-from .base import Batch, Summed, over_images
+from ...tasks.protocol import Task
+from .base import CLASSIFICATION, Batch, Summed, over_images
 
 _TINY = 1e-12  # inside the log alone: a zero of p must not give NaN
 
 
-def _losses(output: Output, batch: Batch, smoothing: float) -> Tensor:
-    """[L, B] cross-entropy of every exit."""
+def _losses(output: Output, batch: Batch, task: Task, smoothing: float) -> Tensor:
+    """[L, B] the task's loss of every exit."""
     if batch.targets is None:
         raise ValueError("Losses over exits need batch.targets.")
     exits = output.trace.fact("exits").float()
-    each = [F.cross_entropy(y, batch.targets, label_smoothing=smoothing, reduction="none") for y in exits]
-    return torch.stack(each)
+    return torch.stack([task.loss(y, batch.targets, smoothing) for y in exits])
 
 
 @dataclass(frozen=True)
 class Exits(Summed):
     label_smoothing: float = 0.0
+    task: Task = CLASSIFICATION
     needs: frozenset[str] = frozenset({"exits"})
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
-        return over_images(_losses(output, batch, self.label_smoothing).mean(0))
+        return over_images(_losses(output, batch, self.task, self.label_smoothing).mean(0))
 
 
 @dataclass(frozen=True)
 class Expected(Summed):
     label_smoothing: float = 0.0
+    task: Task = CLASSIFICATION
     needs: frozenset[str] = frozenset({"exits"})
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
         chance = output.trace.fact("chance")[..., 0]  # [L, B]
-        return over_images((chance * _losses(output, batch, self.label_smoothing)).sum(0))
+        return over_images((chance * _losses(output, batch, self.task, self.label_smoothing)).sum(0))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..model import AdaptiveViT
+if TYPE_CHECKING:
+    from ..model import AdaptiveViT
 
 ENOUGH = 2e-3  # seconds that one measurement should last
 _MOST = 1000  # calls in one measurement
