@@ -13,34 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "create": "factory",
-    "load": "factory",
-    "from_pretrained": "checkpoint.hub",
-    "features": "evaluation.dense_features",
-    "export": "checkpoint.export",
-    "AdaptiveViT": "model",
-    "Output": "output",
-    "Trace": "decision",
-    "Keep": "decision",
-    "Drop": "decision",
-    "Skip": "decision",
-    "Merge": "decision",
-    "Policy": "policies.base",
-    "Task": "tasks.protocol",
-    "save_trace": "checkpoint.traces",
-    "load_trace": "checkpoint.traces",
-    "UserError": "errors",
-}
-
-_MODULES = {
-    "losses": "training.losses",
-    "recipes": "training.recipes",
-    "settings": "policies.spec",
-    "testing": "testing",
-    "visualize": "visualize",
-}
-
 __all__ = [
     "AdaptiveViT",
     "Drop",
@@ -59,12 +31,18 @@ __all__ = [
     "from_pretrained",
     "load",
     "load_trace",
+    "losses",
+    "recipes",
     "register_policy",
     "register_task",
     "save_trace",
+    "settings",
+    "testing",
+    "visualize",
 ]
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the same names for type checkers; tests/test_public_names.py compares them
+    from . import testing, visualize
     from .checkpoint.export import export
     from .checkpoint.hub import from_pretrained
     from .checkpoint.traces import load_trace, save_trace
@@ -75,20 +53,39 @@ if TYPE_CHECKING:
     from .model import AdaptiveViT
     from .output import Output
     from .policies import register as register_policy
+    from .policies import spec as settings
     from .policies.base import Policy
     from .tasks import register as register_task
     from .tasks.protocol import Task
+    from .training import losses, recipes
+
+_MODULES = {"losses": "training.losses", "recipes": "training.recipes", "settings": "policies.spec"}
+_MODULES |= {"testing": "testing", "visualize": "visualize"}
+_HOME = {  # name: module, or module:name there
+    **dict.fromkeys(("create", "load"), "factory"),
+    **dict.fromkeys(("Trace", "Keep", "Drop", "Skip", "Merge"), "decision"),
+    **dict.fromkeys(("save_trace", "load_trace"), "checkpoint.traces"),
+    "from_pretrained": "checkpoint.hub",
+    "features": "evaluation.dense_features",
+    "export": "checkpoint.export",
+    "AdaptiveViT": "model",
+    "Output": "output",
+    "Policy": "policies.base",
+    "Task": "tasks.protocol",
+    "UserError": "errors",
+    "register_policy": "policies:register",
+    "register_task": "tasks:register",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{_MODULES[name]}", __name__)
-    if name in ("register_policy", "register_task"):
-        return importlib.import_module(".policies" if name == "register_policy" else ".tasks", __name__).register
     if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        module, _, attribute = _HOME[name].partition(":")
+        return getattr(importlib.import_module(f".{module}", __name__), attribute or name)
     raise AttributeError(f"module 'adaptivit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES})
+    return sorted(__all__)
