@@ -1,7 +1,6 @@
-"""Who takes part in a benchmark: timm's model as it is, compiled, the best static one, ours, and padding.
+"""The contenders of a benchmark: timm's model as it is, compiled, the best static one, and ours on every layout.
 
-Shapes: B images of C x H x W pixels, N slots, D width, L blocks; n rows of the longest image. All contenders of one
-configuration share the weights.
+Shapes: B images of C x H x W pixels, D width. All contenders of one configuration share the weights.
 """
 
 from __future__ import annotations
@@ -17,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...decision import Drop, Trace, detached
-from ...errors import UserError
+from ...budget.control import RunSetting
+from ...decision import Trace, detached
 from ...evaluation import halting_profiles
+from ...execution.torch import Executor
 from ...factory import create, load
-from ...layouts.base import take
+from ...forward import forward
+from ...layouts.padded import Padded
 from ...model import AdaptiveViT
+from ...output import Output
 from ...policies import spec as settings
 from .config import GRAPH, BenchmarkConfig
 
@@ -43,7 +45,6 @@ class Contender:
     adaptive: bool = True  # checked against a masked replay of its decisions; else against timm's model
     layout: str = ""  # where the output does not say it
     static_mode: str = ""
-    trace: Trace | None = None  # where the output has none
     graph: bool = False  # holds the memory of a CUDA graph
     plan: str = ""  # what was captured
 
@@ -95,8 +96,7 @@ def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
     layouts, best = config.layouts_on(device), with_product(vit)
 
     def on_layouts(name: str, policy: str, make: Callable[[], AdaptiveViT], trace: Trace | None = None) -> list[Entry]:
-        compact = [x for x in layouts if x != "padded"]
-        return [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), policy, x) for x in compact]
+        return [Entry(name, (partial(_on_layout, at, x, compiled, make, trace),), policy, x) for x in layouts]
 
     found = [Entry(TIMM, (partial(Contender, vit, at.base, adaptive=False),))]
     if compiled:
@@ -108,8 +108,6 @@ def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
     for profile, trace in at.traces.items():
         name = "replay " + (Path(profile).stem if profile.startswith(halting_profiles.REPLAY) else profile)
         found += on_layouts(name, "replay", partial(_replaying, at, trace), trace)
-        if "padded" in layouts:
-            found.append(Entry(name, (partial(_padding, at, trace),), "replay", "padded"))
     if at.checkpoint is not None:
         model = at.checkpoint
         spec = settings.spec(model.policy_name, model.policy.settings)
@@ -156,10 +154,17 @@ def _on_layout(
 ) -> Contender:
     """The model on a layout; `captured` as a CUDA graph for the trace's profile or that of the batch."""
     model = make()
+    if layout == "padded":
+        return Contender(partial(_padded, model), model)
     if layout != "captured":
         return Contender(partial(model, layout=layout), model)
     captured = model.capture(at.batch, profile=at.images if trace is None else trace, compile=compiled)
     return Contender(captured, model, captured.record, layout="captured", graph=True, plan=captured.explain())
+
+
+def _padded(model: AdaptiveViT, images: Tensor) -> Output:
+    """A pass on a rectangle as wide as the longest image, with a key mask: halting without ragged kernels."""
+    return forward(Executor(model.backbone), Padded, images, RunSetting(model.policy))
 
 
 # -- static baselines -----------------------------------------------------------------------------------------------
@@ -232,62 +237,7 @@ def graphed(call: Call, images: Tensor) -> Call:
     return replayed
 
 
-# -- padding to the longest -----------------------------------------------------------------------------------------
-def _padding(at: Setting, trace: Trace) -> Contender:
-    return Contender(Padded(at.base, trace), at.base, layout="padded", trace=trace)
-
-
-class Padded:
-    """A recorded trace of Drops on a rectangle as wide as the longest image, with a key mask, block by block of timm's.
-
-    What halting code without ragged kernels does. After every Drop the rows that are left move to the front.
-    """
-
-    def __init__(self, model: AdaptiveViT, trace: Trace) -> None:
-        self.backbone = model.backbone
-        self.shape = model.shape
-        self.pools = self.shape.head_tokens == self.shape.tokens
-        self.drops: dict[tuple[int, str], Tensor] = {}  # (layer, when) -> [B, N] leaving
-        for step in trace.steps:
-            drop, around = step.decision, step.when != "between" and trace.pooled == "all"
-            if not (around and isinstance(drop, Drop) and drop.readout_weight is None and not drop.zero_on_exit):
-                kind = type(drop).__name__
-                raise UserError(f"padded: expected a plain Drop around a block, got {kind} {step.when} it.")
-            if not self.pools and drop.leaving[:, : self.shape.head_tokens].any():
-                raise UserError("padded: expected the tokens that the head reads to stay, but they leave.")
-            self.drops[step.layer, step.when] = drop.leaving
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, classes]"""
-        x = self.backbone.embed(images)
-        live = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # [B, N]
-        places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n] slot of every row
-        last = x  # [B, N, D] value of every token when it was last moved, for heads that pool
-        mask: Tensor | None = None  # [B, n] rows that are not padding
-        for layer, block in enumerate(self.backbone.blocks):
-            for when in ("before", "after"):
-                leaving = self.drops.get((layer, when))
-                if leaving is not None:
-                    last = self._kept(last, x, places, mask)
-                    live = live & ~leaving
-                    longest = int(live.sum(-1).max())
-                    order = (~live.gather(1, places)).long().argsort(dim=-1, stable=True)[:, :longest]
-                    x, places = take(x, order), places.gather(1, order)
-                    mask = live.gather(1, places)
-                if when == "before":
-                    x = block(x, attn_mask=None if mask is None else mask[:, None, None, :])
-        readout = self._kept(last, x, places, mask) if self.pools else x[:, : self.shape.head_tokens]
-        return self.backbone.head(readout)[1]
-
-    def _kept(self, last: Tensor, x: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
-        """The last values with those of today's rows in them; padding is not taken."""
-        if not self.pools:
-            return last
-        where = places[..., None].expand_as(x)
-        new = x if mask is None else torch.where(mask[..., None], x, last.gather(1, where))
-        return last.scatter(1, where, new)
-
-
+# -- profiles -------------------------------------------------------------------------------------------------------
 def _on_device(trace: Trace, device: torch.device) -> Trace:
     steps = tuple(replace(step, decision=detached(step.decision, device)) for step in trace.steps)
     return replace(trace, attended=trace.attended.to(device), updated=trace.updated.to(device), steps=steps)

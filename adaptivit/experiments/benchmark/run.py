@@ -169,7 +169,7 @@ def _reference(contender: Contender, output: Any, at: Setting) -> Tensor:
     if not contender.adaptive:
         plain: Tensor = vit(images)
         return plain
-    trace = contender.trace or output.trace
+    trace = output.trace
     if not trace.steps and not bool(trace.attended.all()):
         raise UserError("output check: tokens left, but the trace has no steps that could be replayed.")
     replay = AdaptiveViT(vit, "replay", {"trace": trace}).eval()
@@ -178,21 +178,18 @@ def _reference(contender: Contender, output: Any, at: Setting) -> Tensor:
 
 def _figures(contender: Contender, output: Any, at: Setting) -> dict[str, Any]:
     """What ran: MACs an image, their share of the static model's, tokens that were live."""
-    model, trace, layout = contender.model, contender.trace, contender.layout
-    if not isinstance(output, Tensor):
-        trace, layout = trace or output.trace, layout or output.layout
+    model = contender.model
     costs = CostModel(model.shape, at.base.shape.tokens)
     static = CostModel(model.whole or model.shape, costs.tokens).static
-    macs, live = static, 1.0
-    if trace is not None:
-        live = float(trace.attended.double().mean())
-        if layout == "padded":  # every image is as long as the longest
-            longest = trace.live.amax(-1, keepdim=True).double()
-            macs = costs.embedding + costs.head + float(costs.blocks(longest, longest))
-        else:
-            macs = float(output.macs.mean())
-            if output.layout == "masked":  # every row is computed
-                macs += costs.static - costs.embedding - costs.head - float(output.parts["blocks"].mean())
+    macs, live, layout = static, 1.0, contender.layout
+    if not isinstance(output, Tensor):
+        trace, layout = output.trace, layout or output.layout
+        macs, live = float(output.macs.mean()), float(trace.attended.double().mean())
+        if output.layout == "padded":  # every image is as long as the longest
+            longest = (rows.amax(-1, keepdim=True).double() for rows in (trace.live, trace.live_mlp))
+            macs += float(costs.blocks(*longest)) - float(output.parts["blocks"].mean())
+        elif output.layout == "masked":  # every row is computed
+            macs += costs.static - costs.embedding - costs.head - float(output.parts["blocks"].mean())
     found = {"gmacs": macs / 1e9, "mac_share": macs / static, "mean_live_share": live}
     return found | {"layout": layout, "static_mode": contender.static_mode, "plan": contender.plan}
 
