@@ -294,8 +294,6 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
         ({"batch_sizes": ()}, "at least one value"),
         ({"dtypes": ("float31",)}, "Did you mean 'float32'"),
         ({"layouts": ("pact",)}, "Unknown layout"),
-        ({"layouts": ("padded",)}, "add --profile"),
-        ({"layouts": ("padded",), "profile": ("50",), "policies": ("evit",)}, "padded runs no policy"),
         ({"policies": ("tome:q=1",)}, "Unknown setting"),
         ({"policies": ("replay:trace=x",)}, "--profile replay:FILE"),
         ({"static_modes": ("fastest",)}, "Unknown static mode"),

@@ -9,7 +9,7 @@ from typing import Literal
 from ...errors import UserError, unknown
 from ...evaluation import halting_profiles
 from ...policies import spec
-from ...utils.coerce import at_least, check_size
+from ...utils.coerce import at_least, check_size, require
 from ...utils.settings import command
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,8 +34,8 @@ class BenchmarkConfig:
     """Replay how many tokens live in each block, where there are no trained weights: none, 90, 65, 50, halting, or
     replay:FILE with a trace saved by adaptivit.save_trace."""
     layouts: tuple[str, ...] = ()
-    """auto, masked, packed, gathered, captured (CUDA), padded (to the longest image; profiles alone). Default: captured
-    on a GPU, auto on a CPU."""
+    """auto, masked, packed, gathered, captured (CUDA), padded (to the longest image). Default: captured on a GPU,
+    auto on a CPU."""
     batch_sizes: tuple[int, ...] = (1, 16)
     """Images in a batch."""
     dtypes: tuple[str, ...] = ("auto",)
@@ -75,31 +75,19 @@ class BenchmarkConfig:
 
     def __post_init__(self) -> None:
         for name in ("backbones", "batch_sizes", "dtypes"):
-            if not getattr(self, name):
-                raise UserError(f"{name}: expected at least one value, got none.")
-        for size in self.batch_sizes:
-            at_least("batch_sizes", size, 1)
+            require(bool(getattr(self, name)), name, "at least one value", getattr(self, name))
         _known("dtype", self.dtypes, ("auto", *DTYPES))
         _known("layout", self.layouts, LAYOUTS)
+        _known("static mode", [mode.removesuffix(GRAPH) for mode in self.static_modes], ("eager", *COMPILE_MODES))
         check_size(self.img_size)
-        for name in ("repeats", "inner", "threads"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
-        for name in ("warm_up", "seed"):
-            at_least(name, getattr(self, name), 0)
-        for mode in self.static_modes:
-            _known("static mode", [mode.removesuffix(GRAPH)], ("eager", *COMPILE_MODES))
-        for policy in self.policies:
-            if spec.parse(policy)[0] == "replay":
-                raise UserError("policies: a trace is replayed by --profile replay:FILE, not by a policy.")
+        least = {"repeats": 1, "inner": 1, "threads": 1, "warm_up": 0, "seed": 0}
+        values = [("batch_sizes", size, 1) for size in self.batch_sizes]
+        for name, value, low in [*values, *((name, getattr(self, name), low) for name, low in least.items())]:
+            at_least(name, low if value is None else value, low)
+        if any(spec.parse(policy)[0] == "replay" for policy in self.policies):
+            raise UserError("policies: a trace is replayed by --profile replay:FILE, not by a policy.")
         for profile in self.profile:
             halting_profiles.check(profile)
-        if "padded" in self.layouts and not self.profile:
-            raise UserError("layouts: padded runs a replayed profile alone; add --profile, e.g. --profile 65.")
-        if set(self.layouts) == {"padded"} and (self.policies or self.checkpoint):
-            raise UserError(
-                "layouts: padded runs no policy; add a layout for --policies and --checkpoint, e.g. packed."
-            )
         if self.weights is not None and len(self.backbones) > 1:
             raise UserError(f"weights: one file fits one backbone, got {len(self.backbones)} backbones.")
 
@@ -112,12 +100,11 @@ class BenchmarkConfig:
 
     def modes_on(self, device: str) -> tuple[str, ...]:
         """The ways to run the best static model that are tried."""
-        chosen = self.static_modes
-        if not chosen and device == "cuda":
-            chosen = ("default+graph", "max-autotune-no-cudagraphs+graph", "reduce-overhead", "eager+graph")
-            chosen = chosen[3:] if self.skip_compiled else chosen[:3]
-        elif not chosen:
-            chosen = ("eager",) if self.skip_compiled else ("eager", "default")
+        usual: tuple[str, ...] = ("eager", "default")
+        if device == "cuda":
+            usual = ("default+graph", "max-autotune-no-cudagraphs+graph", "reduce-overhead")
+            usual = ("eager+graph",) if self.skip_compiled else usual
+        chosen = self.static_modes or usual
         if device != "cuda" and (wrong := [mode for mode in chosen if mode.endswith(GRAPH)]):
             raise UserError(f"static_modes: {wrong[0]} is a CUDA graph and needs a GPU; use eager or default on a CPU.")
         kept = [m for m in chosen if not self.skip_compiled or m.removesuffix(GRAPH) == "eager"]
