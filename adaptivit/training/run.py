@@ -36,7 +36,7 @@ from . import fsdp
 from .config import TrainConfig
 from .gate_init import init_gate
 from .losses import (
-    Budget,
+    Cost,
     Distillation,
     DistributionPrior,
     Exits,
@@ -66,7 +66,7 @@ def objective(config: TrainConfig) -> Objective:
             "ponder": (loss.ponder, Ponder()),
             "target_depth": (loss.target_depth, target_depth),
             "prior": (loss.prior, DistributionPrior(loss.prior_form, loss.prior_depth)),
-            "cost": (loss.cost, Budget(loss.cost_target)),
+            "cost": (loss.cost, Cost(loss.cost_target)),
             "ratio": (loss.ratio, KeepRatio()),
             "exits": (loss.exits, Exits(smoothing, task)),
             "expected": (loss.expected, Expected(smoothing, task)),

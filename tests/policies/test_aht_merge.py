@@ -15,7 +15,7 @@ from adaptivit.errors import UserError
 from adaptivit.policies.halting import Halting
 from adaptivit.training.config import LossConfig, TrainConfig
 from adaptivit.training.gate_init import init_gate
-from adaptivit.training.losses import Batch, Budget
+from adaptivit.training.losses import Batch, Cost
 from adaptivit.utils.batch_rng import Share, drawing
 from tests.support.models import assert_close, pictures, tiny
 
@@ -118,7 +118,7 @@ def test_centring_is_a_share() -> None:
 def test_the_budget_loss_counts_the_mlp_that_a_token_does_not_enter() -> None:
     model = tiny("aht_merge", more={"depth": 4}, **SHARED | {"surrogate": "score"}).train()
     out = model(pictures())
-    loss = Budget(0.5)(out, Batch())
+    loss = Cost(0.5)(out, Batch())
     share = float(out.macs_blocks.mean()) / out.costs.static
     assert float(loss.detach()) == pytest.approx((share - 0.5) ** 2, rel=1e-5)
     loss.backward()
@@ -175,7 +175,7 @@ def test_a_sharp_gate_learns_by_the_slope_of_its_logit(surrogate: str) -> None:
     other = plain(images, layout="masked")
     assert torch.equal(out.trace.depth, other.trace.depth)
     assert_close(out.logits, other.logits, 1e-5)
-    Budget(0.5).loss(Budget(0.5).sums(out, Batch(torch.zeros(8, dtype=torch.long)))).sum().backward()
+    Cost(0.5).loss(Cost(0.5).sums(out, Batch(torch.zeros(8, dtype=torch.long)))).sum().backward()
     slope_of_beta = model.policy.beta.grad[1:4]
     if surrogate == "logit":
         assert (slope_of_beta < 0).all(), "more leave as beta grows, and fewer cost less"

@@ -17,7 +17,7 @@ from adaptivit import policies
 from adaptivit.output import Output
 from adaptivit.training.losses import (
     Batch,
-    Budget,
+    Cost,
     Distillation,
     DistributionPrior,
     Objective,
@@ -53,9 +53,8 @@ TERMS: dict[str, Any] = {
     "smoothed": TaskLoss(0.1),
     "distillation": Distillation(),
     "ponder": Ponder(),
-    "expected": Ponder("expected"),
     "prior": DistributionPrior(depth=4.0),
-    "budget": Budget(0.6),
+    "budget": Cost(0.6),
     **{
         f"{form} {way}": TargetDepth(form=form, direction=way)  # type: ignore[arg-type]
         for form in ("act", "hazard", "crossing")

@@ -18,7 +18,7 @@ from adaptivit.execution.torch import Executor
 from adaptivit.training import optim
 from adaptivit.training.losses import (
     Batch,
-    Budget,
+    Cost,
     Distillation,
     DistributionPrior,
     Exits,
@@ -57,11 +57,10 @@ TERMS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "cross_entropy": ("aht", AHT, TaskLoss(0.1)),
     "distillation": ("aht", AHT, Distillation()),
     "ponder": ("aht", AHT, Ponder()),
-    "ponder_expected": ("avit", AVIT, Ponder("expected")),
     "target_depth": ("aht", AHT, TargetDepth()),
     "prior": ("avit", AVIT, DistributionPrior(depth=3.0)),
     "prior_reference": ("avit", AVIT, DistributionPrior("reference", 3.0)),
-    "budget": ("aht", AHT, Budget(0.5)),
+    "budget": ("aht", AHT, Cost(0.5)),
     "ratio": ("dynamicvit", {}, KeepRatio()),
     "features": ("dynamicvit", {}, Features()),
     "exits": ("confidence", {}, Exits()),
@@ -124,7 +123,7 @@ def test_most_losses_of_parts_are_not_means_of_means() -> None:
     """What the sums are for: the mean of the parts' own losses is another number."""
     model = tiny("aht", more={"depth": 4}, **AHT).train()
     images = pictures(6)
-    for term in (TargetDepth(), Budget(0.5)):
+    for term in (TargetDepth(), Cost(0.5)):
         whole, first, second = (
             float(term(model(x, aux=term.needs), Batch()).detach()) for x in (images, images[:2], images[2:])
         )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from .base import Batch, Losses, Objective, Summed, Sums, Term
-from .budget import Budget
-from .distillation import Distillation
+from .cost import Cost
 from .distribution_prior import DistributionPrior
 from .exits import Exits, Expected, Geometric
-from .features import Features
-from .keep_ratio import KeepRatio
 from .ponder import Ponder
+from .pruning import Features, KeepRatio
 from .target_depth import TargetDepth
-from .task import TaskLoss
+from .task import Distillation, TaskLoss
 
 __all__ = [
     "Batch",
-    "Budget",
+    "Cost",
     "Distillation",
     "DistributionPrior",
     "Exits",

@@ -106,12 +106,13 @@ class Objective:
         return all(term.plain for _, term in self.terms.values() if isinstance(term, Summed))
 
     def sums(self, output: Output, batch: Batch) -> Sums:
-        return {name: self._sums(term, output, batch) for name, (_, term) in self.terms.items()}
-
-    def _sums(self, term: Term, output: Output, batch: Batch) -> Tensor:
-        if isinstance(term, Summed):
-            return term.sums(output, batch)
-        return over_images(term(output, batch).expand(len(output.logits)))
+        count = len(output.logits)
+        return {
+            name: term.sums(output, batch)
+            if isinstance(term, Summed)
+            else over_images(term(output, batch).expand(count))
+            for name, (_, term) in self.terms.items()
+        }
 
     def losses(self, sums: Sums) -> Losses:
         """The losses of all the images that went into the sums."""
