@@ -52,18 +52,22 @@ def flipped(model: AdaptiveViT, exact: AdaptiveViT, labelled: Labelled, device: 
     return flipped_decisions(model, exact.to(device), batch.images.to(device))
 
 
-def row(name: str, model: AdaptiveViT, result: Result, device: torch.device, precision: str) -> dict[str, Any]:
-    """timm's column names where timm has them."""
-    found: dict[str, Any] = {
-        "model": name,
-        "policy": spec.spec(model.policy_name, model.policy.settings) if model.policy_name != "replay" else "replay",
+def figures(model: AdaptiveViT, result: Result) -> dict[str, Any]:
+    """Columns of a model and its result, by timm's names where timm has them."""
+    found = {
         **result.row(),
         "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
         "img_size": model.preprocessing.size[0],
         "crop_pct": model.preprocessing.crop_pct,
         "interpolation": model.preprocessing.interpolation,
     }
-    found |= {k: v for k, v in result.summary().items() if k not in found}
+    return found | {k: v for k, v in result.summary().items() if k not in found}
+
+
+def row(name: str, model: AdaptiveViT, result: Result, device: torch.device, precision: str) -> dict[str, Any]:
+    """What `evaluate` writes: the figures with what they are of."""
+    policy = spec.spec(model.policy_name, model.policy.settings) if model.policy_name != "replay" else "replay"
+    found = {"model": name, "policy": policy, **figures(model, result)}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     here = summary()
     return found | {"precision": precision, "device": where} | {k: here[k] for k in ("date", "adaptivit", "torch")}

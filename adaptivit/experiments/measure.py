@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ..budget import curve as budgets
 from ..data import dataset
 from ..data.dataset import Labelled
 from ..data.gpu_pipeline import evaluation_images
 from ..errors import UserError, reason_of
-from ..evaluation.evaluate import Result, evaluate
+from ..evaluation import report
+from ..evaluation.evaluate import Result
 from ..factory import create, load
 from ..model import AdaptiveViT
 from ..policies import spec
 from ..training.gate_init import init_gate
 from ..training.methods import full_spec
 from ..training.run import fit
-from ..utils.console import bar
 from ..utils.environment import commit, versions
 from ..utils.hardware import device_name, device_of
 from .job import Job
@@ -66,9 +65,7 @@ def model_of(job: Job) -> AdaptiveViT:
     return model
 
 
-def measure(
-    job: Job, console: Console, stop: Callable[[], bool] | None = None
-) -> tuple[dict[str, Any], Result | None, str]:
+def measure(job: Job, stop: Callable[[], bool] | None = None) -> tuple[dict[str, Any], Result | None, str]:
     """Train and evaluate: (columns of the row, result or None, traceback of an unexpected error).
 
     stop: called between steps; True ends the training after a checkpoint.
@@ -94,15 +91,13 @@ def measure(
         model = model_of(job).to(device)
         if job.share is not None:
             row |= _hold(model, job, job.share)
-        images = evaluation_images(report_images(job).for_model(model), model.preprocessing, device)
-        order = dataset.in_order(len(images), min(training.batch_size, 256))
-        with bar("  evaluate", len(images), console) as progress:
-            loaded = dataset.batches(images, order, training.workers)
-            result = evaluate(model, loaded, device=device, progress=lambda done, _: progress(done))
+        size = min(training.batch_size, 256)
+        result = report.measure(model, report_images(job), device, batch_size=size, workers=training.workers)
     except Exception as error:
         text = "" if isinstance(error, UserError) else traceback.format_exc()
         return row | {"status": "failed", "reason": reason_of(error)}, None, text
-    return row | {"status": "ok"} | figures(model, result), result, ""
+    found = {"status": "ok", "gmacs_share": result.gmacs / result.gmacs_static, **report.figures(model, result)}
+    return row | found, result, ""
 
 
 def _hold(model: AdaptiveViT, job: Job, share: float) -> dict[str, Any]:
@@ -115,23 +110,3 @@ def _hold(model: AdaptiveViT, job: Job, share: float) -> dict[str, Any]:
     made = model.calibrate([batch.images for batch in batches if len(batch.labels)], budget, batch_size=64)
     position = made.position_for(budgets.parse(budget), "")
     return {"settings": f"{full_spec(training)}; {made.dial}={position:.6g} for a budget of {budget}"}
-
-
-def figures(model: AdaptiveViT, result: Result) -> dict[str, Any]:
-    """Columns of a result, by timm's names where timm has them."""
-    return {
-        **result.metrics,
-        "top1_err": 100 - result.metrics["top1"],
-        "top5_err": 100 - result.metrics["top5"],
-        "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
-        "img_size": model.preprocessing.size[0],
-        "crop_pct": model.preprocessing.crop_pct,
-        "interpolation": model.preprocessing.interpolation,
-        "images": result.images,
-        "gmacs": result.gmacs,
-        "gmacs_blocks": result.gmacs_blocks,
-        "gmacs_static": result.gmacs_static,
-        "gmacs_share": result.gmacs / result.gmacs_static,
-        "mean_depth": result.mean_depth,
-        "live": result.live,
-    }

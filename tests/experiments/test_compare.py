@@ -177,7 +177,7 @@ def test_an_interrupted_comparison_goes_on(
     tmp_path: Path, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("compare", "--data", small, "--out", tmp_path / "out", *TINY, "--epochs", 0, "--timing-repeats", 0)
-    real = measure.evaluate
+    real = measure.report.measure
     calls: list[str] = []
 
     def second_never_ends(model: adaptivit.AdaptiveViT, *given: Any, **more: Any) -> Result:
@@ -186,7 +186,7 @@ def test_an_interrupted_comparison_goes_on(
             raise KeyboardInterrupt
         return real(model, *given, **more)
 
-    monkeypatch.setattr(measure, "evaluate", second_never_ends)
+    monkeypatch.setattr(measure.report, "measure", second_never_ends)
     assert run(*words, "--methods", "avit", "aht") == 130
     assert "goes on" in capsys.readouterr().err
     assert [row["status"] for row in rows_of(tmp_path / "out").values()] == ["ok"]

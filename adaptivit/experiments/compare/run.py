@@ -99,7 +99,7 @@ def run(config: CompareConfig) -> list[Row]:
 
 def _run_one(config: CompareConfig, job: Job, console: Console) -> None:
     """Train and evaluate one method; whatever goes wrong is written into its row."""
-    row, result, text = measure(job, console)
+    row, result, text = measure(job)
     job.rows.put(job.key, as_row(row) | {"recipe": config.fingerprint()}, result)
     if text:
         write_text(Path(config.out) / "errors" / f"{job.key}.txt", text)

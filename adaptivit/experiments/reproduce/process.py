@@ -16,8 +16,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from ...training.config import TrainConfig, with_settings
 from ...utils.atomic_io import write_json
 from ...utils.settings import flat
@@ -42,7 +40,7 @@ def read(path: str | Path) -> Job:
 
 def run(job: Job, stop: Callable[[], bool] | None = None) -> Row:
     """Train and evaluate; writes the row and returns it, failed or not. stop: see training's fit."""
-    values, result, text = measure(job, Console(stderr=True), stop)
+    values, result, text = measure(job, stop)
     if text:
         print(text, file=sys.stderr)
     row = as_row(values) | {"recipe": job.key}

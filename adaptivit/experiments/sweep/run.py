@@ -21,16 +21,18 @@ import torch
 from rich.console import Console
 
 from ...data import dataset
-from ...data.gpu_pipeline import evaluation_images
 from ...errors import UserError, first_line
-from ...evaluation.evaluate import Result, evaluate
+from ...evaluation.evaluate import Result
+from ...evaluation.report import measure
 from ...factory import create
 from ...model import AdaptiveViT
 from ...policies import spec
 from ...training.config import TrainConfig
 from ...training.gate_init import init_gate
+from ...training.run import fit
 from ...utils.atomic_io import write_json
 from ...utils.console import show
+from ...utils.hardware import device_of
 from ...utils.settings import flat
 from . import report
 from .config import NOT_IN_RECIPE, SweepConfig, TrialConfig
@@ -117,8 +119,6 @@ def run_trial(config: TrialConfig, show: bool = True) -> Result:
     """The validation result of a configuration: trained, or for 0 epochs as it is."""
     if config.epochs == 0:
         return _untrained(config)
-    from ...training.run import fit
-
     result = fit(TrainConfig(**vars(config)), show)
     shutil.rmtree(Path(config.out) / "checkpoint", ignore_errors=True)  # only a continuation needs it
     return result
@@ -134,18 +134,13 @@ def _model(config: TrialConfig, classes: int) -> AdaptiveViT:
 
 
 def _untrained(config: TrialConfig) -> Result:
-    from ...utils.hardware import device_of
-
     torch.manual_seed(config.seed)
     _, val = dataset.for_training(config.data, config.val_split, config.seed)
     device = device_of(config.device)
     model = _model(config, len(val.classes)).to(device)
-    val = val.for_model(model)
     if config.gate_init:
-        init_gate(model, spec.parse(config.policy)[1], config, val, device)
-    images = evaluation_images(val, model.preprocessing, device)
-    order = dataset.in_order(len(images), config.batch_size)
-    return evaluate(model, dataset.batches(images, order, config.workers), device=device)
+        init_gate(model, spec.parse(config.policy)[1], config, val.for_model(model), device)
+    return measure(model, val, device, batch_size=config.batch_size, workers=config.workers)
 
 
 def _end(config: SweepConfig, records: list[Record]) -> Record | None:
