@@ -1,9 +1,9 @@
-"""Multiply-accumulates (MACs) per image, counted from who was computed where.
+"""Multiply-accumulates (MACs) per image, counted from which tokens were computed where.
 
 The papers write "GFLOPs" for what are GMACs: static DeiT-T/S/B at 224 px have 1.254 / 4.599 / 17.564. We say GMACs.
 Like them and like torch's FlopCounterMode we count matrix products and convolutions, not element-wise work. The
-count is what a compact layout runs, but for the last MLP, through which it need not take tokens that nobody reads
-(Output.macs_ran); `masked` runs every row and only pretends.
+count is what a compact layout runs, except in the last MLP, where it may leave out tokens that nothing reads
+(Output.macs_ran); `masked` runs every row.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def row_macs(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class AddedMacs:
-    """MACs beside the blocks: noted while a pass runs, added up when somebody asks."""
+    """MACs beside the blocks: noted while a pass runs, added up on request."""
 
     part: str  # policy, evidence or asked
     present: Tensor  # [B, N] bool
     macs: Callable[[Tensor], Tensor]  # [B] tokens present (float64) -> [B]
-    block: int | None = None  # where `present` is who took part in the attention of this block
+    block: int | None = None  # where `present` is the mask of this block's attention
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Analytic costs of a backbone. Counts may be soft (differentiable), as the budget loss needs them."""
+    """Analytic costs of a backbone. Counts may be soft (differentiable), as the cost loss needs them."""
 
     shape: Shape
     tokens: int  # slots at the image size of this forward pass
@@ -100,7 +100,7 @@ class CostModel:
         return self.embedding + self.head + self.shape.layers * float(self._block(self.tokens, self.tokens))
 
     def evidence(self, name: str, present: Tensor) -> Tensor:
-        """[B] tokens present -> [B] MACs that looking costs on top of the block."""
+        """[B] tokens present -> [B] MACs of evidence, beside the block's own."""
         shape = self.shape
         if name == "received":  # the scores are computed again, for every query
             return present * present * shape.attention_dim

@@ -1,24 +1,23 @@
-"""The vocabulary: what a policy can say, and what a forward pass leaves behind. Start reading here.
+"""The vocabulary: what a policy decides, and the trace of a forward pass. Start reading here.
 
 Shapes: B images, N slots a image (prefix tokens first: class, distillation, registers), D width, L blocks.
 
-Slots are stable: token i of image b is cell (b, i) of a fixed [B, N] grid for ever. Masks, scores and weights
-live on that grid; only the token rows are ever moved. Every token has a weight w >= 0 and attention is the
-w-weighted softmax, a_ij = w_j exp(s_ij) / sum_j w_j exp(s_ij): w = 0 is absence, w = size is ToMe's
-proportional attention.
+Slots are stable: token i of image b is cell (b, i) of a fixed [B, N] grid. Masks, scores and weights live on that grid;
+only token rows are moved. Every token has a weight w >= 0 and attention is the w-weighted softmax,
+a_ij = w_j exp(s_ij) / sum_j w_j exp(s_ij): w = 0 is absence, w = size is ToMe's proportional attention.
 
 A policy is asked before a block, between attention and MLP, and after a block, and answers with one of:
 
     Keep   nothing changes                               (and None means Keep())
     Drop   tokens leave for good                         AHT-ViT, A-ViT, DynamicViT, early exits (all of an image)
-    Skip   tokens sit out this block and come back       MoD, A-MoD
-    Merge  tokens leave and fold into another slot       ToMe, EViT's fused token, folding
+    Skip   tokens skip this block and are back after it  MoD, A-MoD
+    Merge  tokens leave and merge into another slot      ToMe, EViT's fused token, fold
 
-Any answer may carry `share` [B, N]: how much of each token's current value goes into the readout. Without any
-share the head reads the last values; with shares it reads their sum (A-ViT's class token, ACT).
+Any answer may carry `readout_weight` [B, N]: the part of each token's current value that goes into the readout. Without
+any the head reads the last values; with them it reads their sum (A-ViT's class token, ACT).
 
-Drop, Skip and Merge may carry `count`: how many tokens of every image take part afterwards, where that is the same for
-all and known beforehand. A layout of fixed shapes then need not look.
+Drop, Skip and Merge may carry `tokens_left`: how many tokens of every image take part afterwards, where that is known
+beforehand and the same for all. A layout of fixed shapes then need not count.
 """
 
 from __future__ import annotations
@@ -43,15 +42,13 @@ class Keep:
 
 @dataclass(frozen=True)
 class Drop:
-    """Tokens leave for good: frozen at their present value, seen by nobody from now on."""
+    """Tokens leave for good: frozen at their present value, and no keys from now on."""
 
     leaving: Tensor  # [B, N] bool
     # [B, N] 0/1 key weights whose gradient a policy may choose (straight-through); 0 where a token has left
     key_weight: Tensor | None = None
-    self_key_grad: bool = (
-        True  # whether that gradient also comes through a token's attention to itself (not in DynamicViT)
-    )
-    zero_on_exit: bool = False  # what a dense head sees of a token that left: zeros (A-ViT) instead of its last value
+    self_key_grad: bool = True  # that gradient also comes through a token's attention to itself (not in DynamicViT)
+    zero_on_exit: bool = False  # a dense head reads zeros (A-ViT) instead of the last value of a token that left
     readout_weight: Tensor | None = None
     tokens_left: int | None = None
     staying: Tensor | None = None  # [B, N] bool: active and not leaving, where the policy knows it; not recorded
@@ -59,7 +56,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Skip:
-    """Tokens sit out this block. With a gate g the others get z = x + g (block(x) - x). Only before a block."""
+    """Tokens skip this block. With a gate g the others become x + g (block(x) - x). Only before a block."""
 
     skipped: Tensor  # [B, N] bool
     gate: Tensor | None = None  # [B, N]
@@ -69,11 +66,10 @@ class Skip:
 
 @dataclass(frozen=True)
 class Merge:
-    """Row j becomes the sum of scale_i x_i over all i with into_i = j; whoever goes elsewhere leaves for good.
+    """Row j becomes the sum of source_weight_i x_i over all i with target_i = j; tokens with another target leave.
 
-    A token that stays by itself has into = its own slot and scale = 1; into = -1 leaves and folds into nobody.
-    ToMe's size-weighted mean has scale_i = size_i / (sum of sizes that meet), EViT's fused token has scale_i = class
-    attention.
+    A token that stays by itself has its own slot as target and weight 1; target = -1 leaves without merging. ToMe's
+    size-weighted mean has weights size_i / (sum of merged sizes), EViT's fused token has attention as weights.
     """
 
     target: Tensor  # [B, N] long
@@ -83,7 +79,7 @@ class Merge:
     self_key_grad: bool = True
     readout_weight: Tensor | None = None
     tokens_left: int | None = None
-    # how many of those who were here [B, N] bool are left [B] int32, where the policy knows it already; not recorded
+    # the tokens active before [B, N] bool and how many are left [B] int32, where the policy knows it; not recorded
     left_counts: tuple[Tensor, Tensor] | None = None
 
 
@@ -105,13 +101,13 @@ class AppliedDecision:
 
 @dataclass(frozen=True)
 class Trace:
-    """Who was computed where. Everything that losses, cost, plots and replay need of a forward pass."""
+    """Which tokens were computed where: what losses, cost, plots and replay need of a forward pass."""
 
     attended: Tensor  # [L, B, N] bool: took part in the block's attention
     updated: Tensor  # [L, B, N] bool: took part in the block's MLP
     num_prefix_tokens: int  # number of tokens before the patches
     steps: tuple[AppliedDecision, ...] = ()
-    # what the policy itself wants known, on the grid: scores, halt, remainder, plan ... (see its docstring)
+    # what the policy reports, on the grid: scores, halt, remainder, plan ... (see its docstring)
     facts: dict[str, Tensor] = field(default_factory=dict)
     pooled: str = "all"  # what a pooling head read: the last value of "all" tokens, or those "remaining"
 

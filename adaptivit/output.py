@@ -25,7 +25,7 @@ class Output:
     patches: Tensor | None = None  # [B, N - prefix, D] the patches among them after the final norm, when asked for
     added_macs: tuple[AddedMacs, ...] = ()  # what `parts` adds up
     pooled: int | None = None  # tokens that a pooling head read, where it read fewer than there are slots
-    prefix_only_mlp: bool = False  # the last MLP took the tokens that the head reads and nobody else
+    prefix_only_mlp: bool = False  # the last MLP took only the tokens that the head reads
     counted: dict[str, Tensor] | None = None  # `parts`, where several passes were joined and each has counted its own
     ran: Tensor | None = None  # [B] `macs_ran`, likewise
 
@@ -51,7 +51,7 @@ class Output:
 
     @property
     def macs_ran(self) -> Tensor:
-        """[B] `macs` without the patches in the last MLP, where nobody read them and a compact layout left them out."""
+        """[B] `macs` without the patches in the last MLP, where a compact layout left them out."""
         if self.ran is not None or not self.prefix_only_mlp:
             return self.macs if self.ran is None else self.ran
         unread = self.trace.live_mlp[-1].double() - self.costs.shape.head_tokens
@@ -64,5 +64,5 @@ class Output:
 
     @property
     def macs_deployed(self) -> Tensor:
-        """[B] `macs` without what was run only because somebody asked (a plan that does not act)."""
+        """[B] `macs` without what was run on request alone (a plan)."""
         return self.macs - self.parts["asked"]

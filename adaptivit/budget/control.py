@@ -42,7 +42,7 @@ class RunSetting:
 
 
 class BudgetState:
-    """What a model is told to cost: a budget, which its cost curve turns into a position of the dial, and a limit."""
+    """The budget of a model, which its cost curve turns into a position of the dial, and its limit."""
 
     def __init__(self, model: AdaptiveViT) -> None:
         self.model = model

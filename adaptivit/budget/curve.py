@@ -109,7 +109,7 @@ class Latency:
 class Calibration:
     """The curve of a policy's dial, from dear to cheap; `budget` is what was set when it was saved."""
 
-    dial: str  # what is turned
+    dial: str
     continuous: bool  # any position between two points can be taken; otherwise the points are all there is
     tokens: int  # slots of an image
     static: float  # MACs of the static model
@@ -120,7 +120,7 @@ class Calibration:
     budget: str | None = None
 
     def position_for(self, budget: Budget, device: str) -> float | None:
-        """Where the dial meets the budget; None where the settings are to be kept."""
+        """The position that meets the budget; None for the policy's settings."""
         return None if budget.free else self.at(self.wanted(budget, device), budget.text)
 
     def wanted(self, budget: Budget, device: str) -> float:
@@ -134,17 +134,25 @@ class Calibration:
 
     def at(self, macs: float, text: str = "") -> float:
         """The position whose mean cost is `macs`; of a dial with steps, the nearest one below."""
+        least = self.points[-1].macs
+        if macs < least * (1 - 1e-9):
+            given = f"{text} ({gmacs(macs)})" if text and "MACs" not in text else gmacs(macs)
+            raise UserError(
+                f"budget: {given} is below the least that this model can do, {gmacs(least)} "
+                f"({100 * (least / self.static - 1):.1f} %).{unit_hint(macs)}"
+            )
+        dear, cheap, share = self._around(macs)
+        if not self.continuous or dear.macs - cheap.macs > STEP * self.static or share == 0:
+            return cheap.position
+        return cheap.position + (dear.position - cheap.position) * share
+
+    def _around(self, macs: float) -> tuple[Point, Point, float]:
+        """The two points around a cost, and where it lies between: 0 at the cheaper one."""
         points = self.points
-        if macs < points[-1].macs * (1 - 1e-9):
-            least = f"{gmacs(points[-1].macs)} ({100 * (points[-1].macs / self.static - 1):.1f} %)"
-            said = f"{text} ({gmacs(macs)})" if text and "MACs" not in text else gmacs(macs)
-            raise UserError(f"budget: {said} is below the least that this model can do, {least}.{unit_hint(macs)}")
         below = min(bisect.bisect_left(points, -macs, key=lambda p: -p.macs), len(points) - 1)
         cheap, dear = points[below], points[max(below - 1, 0)]
-        gap = dear.macs - cheap.macs
-        if not self.continuous or not 0 < gap <= STEP * self.static or macs <= cheap.macs:
-            return cheap.position
-        return cheap.position + (dear.position - cheap.position) * min(1.0, (macs - cheap.macs) / gap)
+        share = 0.0 if dear is cheap else min(1.0, max(0.0, (macs - cheap.macs) / (dear.macs - cheap.macs)))
+        return dear, cheap, share
 
     def error(self, macs: float) -> float | None:
         """How far the mean over many new images of the same kind may be from a budget of `macs`, as a share of it: two
@@ -152,23 +160,16 @@ class Calibration:
         spread is not known; 0 where every image costs the same."""
         if not self.continuous:
             return 0.0
-        spread = self._spread(macs)
-        return None if spread is None else 2 * spread / math.sqrt(self.images) / macs
+        dear, cheap, share = self._around(macs)
+        if cheap.spread is None or dear.spread is None:
+            return None
+        spread = cheap.spread + share * (dear.spread - cheap.spread)
+        return 2 * spread / math.sqrt(self.images) / macs
 
     def needed(self, macs: float, goal: float = GOAL) -> int | None:
         """How many calibration images would bring the error down to `goal`."""
         error = self.error(macs)
         return None if error is None else max(2, math.ceil(self.images * (error / goal) ** 2))
-
-    def _spread(self, macs: float) -> float | None:
-        """Of the images' costs where their mean is `macs`: on the line between two points."""
-        points = self.points
-        below = min(bisect.bisect_left(points, -macs, key=lambda p: -p.macs), len(points) - 1)
-        cheap, dear = points[below], points[max(below - 1, 0)]
-        if cheap.spread is None or dear.spread is None:
-            return None
-        share = 0.0 if dear is cheap else min(1.0, max(0.0, (macs - cheap.macs) / (dear.macs - cheap.macs)))
-        return cheap.spread + share * (dear.spread - cheap.spread)
 
     def tenths(self) -> list[str]:
         """-10%, -20% ... as far as the dial goes."""

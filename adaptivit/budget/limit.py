@@ -11,9 +11,9 @@ must follow it (the prefix tokens alone where the policy never lets them go, els
 (where tokens can still leave before that block's MLP, only the least of its MLP and of the policy's modules after it)
 
 Where it cannot, so many tokens stay as could stay to the end: the largest n with s + sum_{j > l} f_j(n) <= max_macs.
-Both keep the invariant that the least can be paid. So whoever stays below the limit by itself is not touched, and what
-is left of an image that does not is spread over the blocks that are left. All of it is arithmetic on tensors, image by
-image: nobody waits for a device, and an image in a batch fares as it does alone.
+Both keep the invariant that the least can be paid. So an image that stays below the limit by itself is not touched, and
+another has as many tokens in all the blocks that are left. All of it is arithmetic on tensors, image by image: the host
+never waits for a device, and an image in a batch gets what it gets alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MacsLimiter:
         self.rest = self.each.flip(0).cumsum(0).flip(0)  # [L, N + 1] from block l on with the same number of tokens
         self.least = least_tokens(policy)
         self.left = limit - (costs.embedding + costs.head)  # [B]
-        last = costs.shape.layers - 1  # nobody decides in the last block
-        # [L] what a token is spared that leaves between attention and MLP: the MLP, and the policy's modules behind it
+        last = costs.shape.layers - 1  # no policy decides in the last block
+        # [L] what a token saves that leaves before the MLP: the MLP, and the policy's modules after it
         own = [(policy.policy_macs(layer, costs) or (0.0, 0.0))[0] for layer in range(last + 1)]
         self.late = [2.0 * costs.shape.dim * costs.shape.mlp_dim + macs for macs in own]
         self.layer = 0

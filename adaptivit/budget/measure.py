@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 COARSE = 0.045  # of static's MACs
 MOST = 400  # positions
-FEW = 32  # images that positions are looked for with
+FEW = 32  # images for the search of positions
 NEAR = 0.001  # of static's MACs: how closely a budget is met on the images of the curve
 TRIES = 5  # at that
 FAR = 2.0**14  # a shift that no score withstands

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as to_bytes
 
 from .. import __version__
-from ..backbones import family_of
-from ..backbones.build import describe_backbone, rebuild
+from ..backbones.build import describe_backbone
 from ..errors import UserError, WeightsError
 from ..model import AdaptiveViT
 from ..policies.renamed import upgraded
@@ -182,13 +180,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 def _upgrade(config: dict[str, Any], path: Path) -> None:
     """Turn formats 1 and 2 into today's."""
-
-    def layers() -> int:
-        with torch.device("meta"):
-            return family_of(vit := rebuild(config["backbone"]))(vit).inspect().layers
-
     try:
-        config["policy"], config["settings"] = upgraded(config["policy"], config["settings"], layers)
+        config["settings"] = upgraded(config["policy"], config["settings"])
     except UserError as error:
         raise WeightsError(f"{path} (saved by adaptivit {config.get('adaptivit', '?')}): {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -38,11 +38,11 @@ class AMoD(Policy):
         if 0 in self.blocks:
             name = "first_block" if settings.blocks is None else "blocks"
             raise UserError(f"{name}: block 0 has no attention before it to be routed by; start at block 1.")
-        # where to look: the nearest dense block before every routed one
-        self.looked = frozenset(max(d for d in range(b) if d not in self.blocks) for b in self.blocks)
+        # read here: the nearest dense block before every routed one
+        self.read_blocks = frozenset(max(d for d in range(b) if d not in self.blocks) for b in self.blocks)
 
     def evidence(self, layer: int, aux: frozenset[str]) -> frozenset[str]:
-        return frozenset({"received"}) if layer in self.looked else frozenset()
+        return frozenset({"received"}) if layer in self.read_blocks else frozenset()
 
     def init_state(self, ctx: BlockContext) -> State:
         return State()
@@ -56,5 +56,5 @@ class AMoD(Policy):
         return skip(state.received.detach(), ctx, self.settings.capacity, gate)
 
     def between(self, ctx: BlockContext, state: State) -> None:
-        if ctx.layer in self.looked:
+        if ctx.layer in self.read_blocks:
             state.received = ctx.evidence["received"]

@@ -34,7 +34,7 @@ class BlockContext:
 
     @property
     def present(self) -> Tensor:
-        """[B, N] bool: tokens that take part (have not left, do not sit out this block). Not to be written to."""
+        """[B, N] bool: tokens that take part (have not left, do not skip this block). Not to be written to."""
         return self._run.layout.active
 
     @property

@@ -64,8 +64,8 @@ class EViT(Policy):
             state.append(after)
             return Drop(leaving, tokens_left=after + self.shape.num_prefix_tokens)
         state.append(after + 1)
-        seat = score.masked_fill(~leaving, float("-inf")).argmax(-1, keepdim=True)  # the fused patch sits there
+        fused = score.masked_fill(~leaving, float("-inf")).argmax(-1, keepdim=True)  # its slot
         slot = torch.arange(leaving.shape[1], device=leaving.device)
-        into = torch.where(leaving, seat, slot)
+        into = torch.where(leaving, fused, slot)
         scale = torch.where(leaving, score, torch.ones_like(score))
         return Merge(into, scale, tokens_left=after + 1 + self.shape.num_prefix_tokens)

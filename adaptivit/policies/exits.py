@@ -1,4 +1,4 @@
-"""Early exits: the model's own head is asked after every block, and an image leaves once it has said enough.
+"""Early exits: the model's own head runs after every block, and an image leaves by what it answers.
 
 Shapes: B images, N slots, L layers 1..L, C classes. No parameters.
 
@@ -7,7 +7,7 @@ Shapes: B images, N slots, L layers 1..L, C classes. No parameters.
                  head reads) from the block before <= threshold                        (A-ViT's Table 2; MSE form)
 
 With patience p the rule must hold p blocks in a row. Trained with the mean of the exits' cross-entropies: with
-aux=('exits',) every exit speaks and nobody leaves.
+aux=('exits',) every exit runs and no image leaves.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Shapes: B images, N slots, D width.
     r_i = x_i . W_l                                            one linear router a routed block, no bias
     x_i + r_i (Block(X_selected)_i - x_i)   for the k = ceil(C N) tokens with the highest r, x_i for the others
 
-The class token (and every other prefix token) takes one of the k places always. Those who sit out are back in the
-next block.
+The class token (and every other prefix token) always takes one of the k places. Skipped tokens are back in the next
+block.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Shapes: B images, N slots, L layers 1..L, C classes. The unit is the image, or e
 
     lambda_l = sigmoid(gate_scale x_{l,index} - gate_center)        A-ViT's neuron
     p_l = lambda_l prod_{j<l} (1 - lambda_j), the rest at L
-    stop at the first l with p_1 + ... + p_l >= u                   u = 0.5, or drawn from a seed, for all images alike
+    stop at the first l with p_1 + ... + p_l >= u                   u = 0.5, or drawn from a seed, for all images
 
 Loss: sum_l p_l CE(y_l) + beta KL(p || geometric(prior)) over the exits y_l of the model's own head; with aux=('exits',)
 every exit speaks and the class token (in image mode the image) goes on to the end.
@@ -73,7 +73,7 @@ class PonderNet(Policy):
         if ctx.last:
             return None
         stop = state.going & (1 - state.survived.detach() >= state.bar)
-        if asked:  # every exit is wanted: whoever is read goes on
+        if asked:  # every exit is wanted: tokens that the head reads go on
             stop = stop & (torch.arange(stop.shape[1], device=stop.device) >= max(self.shape.num_prefix_tokens, 1))
         elif token:  # once those that the head reads have stopped, the image is done
             stop = state.going & (stop | ~(state.going & ~stop)[:, : self.shape.head_tokens].any(-1, keepdim=True))

@@ -5,9 +5,10 @@ A policy of this package is its file and one record here. Nothing here imports t
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from ..utils.coerce import convert, require
 
@@ -38,56 +39,77 @@ def record(name: str, home: str, title: str, colour: str = "", recipe: str = "")
     return add
 
 
-def _distinct(name: str, blocks: tuple[int, ...] | None, least: int = 1) -> None:
-    if blocks is not None:
-        require(len(blocks) >= least, name, "at least one block number", blocks)
-        require(len(set(blocks)) == len(blocks), name, "different block numbers", blocks)
+@dataclass(frozen=True)
+class Check:
+    """What a value must be, as an annotation of a setting."""
+
+    ok: Callable[[Any], bool]
+    expected: str
+
+
+Share = Annotated[float, Check(lambda v: 0 < v <= 1, "a share in (0, 1]")]
+Positive = Annotated[float, Check(lambda v: v > 0, "a number > 0")]
+NotNegative = Annotated[float, Check(lambda v: v >= 0, "a number >= 0")]
+Slack = Annotated[float, Check(lambda v: 0 <= v < 1, "0 <= eps < 1")]
+Index = Annotated[int, Check(lambda v: v >= 0, "a number >= 0")]
+Count = Annotated[int, Check(lambda v: v >= 1, "a number >= 1")]
+_DISTINCT = Check(lambda v: len(set(v)) == len(v), "different block numbers")
+Blocks = Annotated[tuple[int, ...], Check(lambda v: len(v) > 0, "at least one block number"), _DISTINCT]
 
 
 @dataclass(frozen=True)
-class NoSettings:
+class Settings:
+    """Base of the settings: values are checked by their annotations."""
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            checks = [m for kind in (hint, *typing.get_args(hint)) for m in getattr(kind, "__metadata__", ())]
+            for check in checks if value is not None else ():
+                require(check.ok(value), name, check.expected, value)
+
+
+@dataclass(frozen=True)
+class NoSettings(Settings):
     """No settings."""
 
 
 @record("static", "static:Static", "static", "#667079")
 @dataclass(frozen=True)
-class StaticSettings:
+class StaticSettings(Settings):
     """Every token through every block; with fewer blocks or channels the papers' static baselines at equal cost."""
 
-    depth: int | None = None
+    depth: Count | None = None
     """Only the first so many blocks: sharp halting."""
-    width: float | None = None
+    width: Share | None = None
     """A narrower backbone: this share of the channels, the weights cut down to them."""
-    share: float | None = None
+    share: Share | None = None
     """isoFLOP: the largest model that costs at most this share of the whole one's MACs."""
     by: Literal["depth", "width"] = "depth"
     """What `share` makes smaller."""
 
     def __post_init__(self) -> None:
-        require(self.depth is None or self.depth >= 1, "depth", "a number of blocks >= 1", self.depth)
-        for name in ("width", "share"):
-            value = getattr(self, name)
-            require(value is None or 0 < value <= 1, name, "a share in (0, 1]", value)
+        super().__post_init__()
         given = [n for n in ("depth", "width", "share") if getattr(self, n) is not None]
         require(len(given) < 2, "static", "one of depth, width and share", " and ".join(given))
 
 
 @record("aht", "aht:AHT", "AHT-ViT", "#0f8b80", recipe="aht-budget")
 @dataclass(frozen=True)
-class AHTSettings:
+class AHTSettings(Settings):
     """AHT-ViT: planned depth per token, carried out by a two-parameter supervisor."""
 
-    threshold: float = 1.0
+    threshold: Positive = 1.0
     """T: a token halts when its cumulative score reaches T - eps. Lower is cheaper."""
     eps: float = 0.01
     """Slack of the threshold, so that one layer can be enough; 0 is the letter of the paper."""
-    planner_blocks: tuple[int, ...] | None = None
+    planner_blocks: Annotated[tuple[int, ...], _DISTINCT] | None = None
     """Planners sit before these blocks, e.g. 3+6+9; default: a quarter, half and three quarters of the depth."""
-    planner_width: float = 0.5
+    planner_width: Positive = 0.5
     """Hidden width of a planner as a share of the token's."""
     planner_context: Literal["mean", "class", "none"] = "mean"
     """What a planner reads beside the token: the mean of the present tokens, the class token, or nothing."""
-    index: int = 0
+    index: Index = 0
     """Which element of the feature is read."""
     gamma: float = 1.0
     """Starting scale of the supervisor."""
@@ -95,16 +117,12 @@ class AHTSettings:
     """Starting shift of the supervisor; `train` sets it on one batch."""
     straight_through: bool = False
     """Pass the task's gradient to the scores through the key weights (forward stays 0/1)."""
-    surrogate_width: float = 0.25
+    surrogate_width: Positive = 0.25
     """Width of the soft step whose slope that gradient takes."""
 
     def __post_init__(self) -> None:
-        require(self.threshold > 0, "threshold", "a number > 0", self.threshold)
+        super().__post_init__()
         require(0 <= self.eps < self.threshold, "eps", "0 <= eps < threshold", self.eps)
-        require(self.surrogate_width > 0, "surrogate_width", "a number > 0", self.surrogate_width)
-        require(self.index >= 0, "index", "an index >= 0", self.index)
-        require(self.planner_width > 0, "planner_width", "a number > 0", self.planner_width)
-        _distinct("planner_blocks", self.planner_blocks, least=0)
 
 
 @record("aht_merge", "aht_merge:AHTMerge", "AHT-ViT, merging", "#00594f", recipe="aht-merge")
@@ -115,16 +133,16 @@ class AHTMergeSettings(AHTSettings):
     feature: Literal["merge_score", "class_row", "received", "fc1", "residual"] = "merge_score"
     """What the gate reads: redundancy and little attention from the class token, -log(a sqrt(n d)), as in fold; little
     attention from the class token or from all tokens, -log(n a); or an element after fc1 or of the residual stream."""
-    center_per_image: float = 1.0
+    center_per_image: Annotated[float, Check(lambda v: 0 <= v <= 1, "a share in 0..1")] = 1.0
     """Share of the feature's mean over the image's patches that is taken off: 0 lets images differ in how many tokens
     they keep, 1 compares the tokens of an image with each other."""
     gate: Literal["block", "shared"] = "block"
-    """One gamma and beta a block, which start so that gamma f is spread alike, or one for all blocks (the paper)."""
+    """One gamma and beta a block, which start with the same spread of gamma f, or one for all blocks (the paper)."""
     gamma: float = 30.0
     """Starting scale of the gate."""
     halt_point: Literal["before_mlp", "after"] = "before_mlp"
     """Tokens halt between attention and MLP, by a feature that attention shows, or after the block (the paper)."""
-    halting_blocks: tuple[int, ...] | None = None
+    halting_blocks: Blocks | None = None
     """Blocks in which tokens halt, from 0, e.g. 3+6+9; default: from a quarter of the depth to the last but one."""
     removal: Literal["merge", "drop"] = "merge"
     """A halted patch merges into its most similar remaining patch, or vanishes (the paper)."""
@@ -132,7 +150,7 @@ class AHTMergeSettings(AHTSettings):
     """Pass the task's gradient to the scores through the key weights (forward stays 0/1)."""
     surrogate: Literal["logit", "score"] = "logit"
     """The soft step is one of gamma f + beta, which sharp gates need, or of the cumulative score."""
-    surrogate_width: float = 0.5
+    surrogate_width: Positive = 0.5
     """Width of the soft step whose slope that gradient takes."""
     start_at: Literal["budget", "depth"] = "budget"
     """Training starts at its cost target, or at a mean depth of L - 1."""
@@ -142,8 +160,6 @@ class AHTMergeSettings(AHTSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.center_per_image <= 1, "center_per_image", "a share in 0..1", self.center_per_image)
-        _distinct("halting_blocks", self.halting_blocks)
         drawn = self.train_budget_range
         ordered = len(drawn) == 2 and 0 < drawn[0] < drawn[1] < 1
         require(not drawn or ordered, "train_budget_range", "two shares, the lower first, e.g. 0.45+0.95", drawn)
@@ -153,16 +169,16 @@ class AHTMergeSettings(AHTSettings):
 
 @record("avit", "avit:AViT", "A-ViT", "#d1495b", recipe="avit-paper")
 @dataclass(frozen=True)
-class AViTSettings:
+class AViTSettings(Settings):
     """A-ViT: adaptive tokens by one neuron of the residual stream."""
 
     gate_scale: float = 5.0
     """gamma in score = sigmoid(gate_scale * x[index] - gate_center); 5 in the paper, 10 in the public recipe."""
     gate_center: float = 10.0
     """-beta: 10 in the paper; 30 (tiny) and 75 (small) in the public recipe."""
-    eps: float = 0.01
+    eps: Slack = 0.01
     """A token halts when its cumulative score reaches 1 - eps."""
-    index: int = 0
+    index: Index = 0
     """Which element of a token is its halting neuron."""
     gate: Literal["neuron", "network"] = "neuron"
     """That neuron, or a learned network a layer (D -> D/2 -> 1), as in the paper's discussion."""
@@ -170,30 +186,20 @@ class AViTSettings:
     """A halted patch vanishes (the paper), or merges into its most similar remaining patch."""
     finish_with_class: bool = False
     """End an image when its class token has halted: exact for the logits, cheaper; depths then stop there too."""
-    surrogate_width: float = 0.25
+    surrogate_width: Positive = 0.25
     """Width of the soft step behind the cost loss's gradient."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.eps < 1, "eps", "0 <= eps < 1", self.eps)
-        require(self.index >= 0, "index", "an index >= 0", self.index)
-        require(self.surrogate_width > 0, "surrogate_width", "a number > 0", self.surrogate_width)
 
 
 @dataclass(frozen=True)
-class _Routing:
+class _Routing(Settings):
     """What MoD and A-MoD share."""
 
-    capacity: float = 0.5
+    capacity: Share = 0.5
     """C: ceil(C N) tokens go through a routed block, the class token among them."""
-    blocks: tuple[int, ...] | None = None
+    blocks: Blocks | None = None
     """Routed blocks, e.g. 1+3+5, from 0; default: every second one."""
-    first_block: int = 1
+    first_block: Index = 1
     """The first of these; 4 keeps the first four dense (the later-layers variant)."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.capacity <= 1, "capacity", "a share in (0, 1]", self.capacity)
-        require(self.first_block >= 0, "first_block", "a block number >= 0", self.first_block)
-        _distinct("blocks", self.blocks)
 
 
 @record("mod", "mod:MoD", "MoD", "#8ab0e0")
@@ -210,7 +216,7 @@ class MoDSettings(_Routing):
 @record("amod", "amod:AMoD", "A-MoD", "#3d5a98")
 @dataclass(frozen=True)
 class AMoDSettings(_Routing):
-    """A-MoD: attention received in the block before decides who skips this one; no parameters."""
+    """A-MoD: attention received in the block before decides which tokens skip this one; no parameters."""
 
     multiply: bool = False
     """Multiply the block's change by the score, as MoD does."""
@@ -218,47 +224,37 @@ class AMoDSettings(_Routing):
 
 @record("dynamicvit", "dynamicvit:DynamicViT", "DynamicViT", "#e08e1b", recipe="dynamicvit")
 @dataclass(frozen=True)
-class DynamicViTSettings:
+class DynamicViTSettings(Settings):
     """DynamicViT: small predictors drop patches in stages."""
 
-    keep: float = 0.7
+    keep: Share = 0.7
     """Share of the patches kept at the first stage; its square, cube ... at the next ones."""
-    blocks: tuple[int, ...] | None = None
+    blocks: Blocks | None = None
     """Before which blocks, e.g. 3+6+9; default: a quarter, half and three quarters of the depth."""
     removal: Literal["drop", "merge"] = "drop"
     """A dropped patch vanishes (the paper), or merges into its most similar kept patch."""
 
-    def __post_init__(self) -> None:
-        require(0 < self.keep <= 1, "keep", "a share in (0, 1]", self.keep)
-        _distinct("blocks", self.blocks)
-
 
 @record("evit", "evit:EViT", "EViT", "#8e5aa8")
 @dataclass(frozen=True)
-class EViTSettings:
+class EViTSettings(Settings):
     """EViT: the class token's attention keeps patches; the others fuse into one."""
 
-    keep: float = 0.7
+    keep: Share = 0.7
     """Share of the present patches kept at every stage."""
-    blocks: tuple[int, ...] | None = None
+    blocks: Blocks | None = None
     """In which blocks, e.g. 3+6+9; default: a quarter, half and three quarters of the depth."""
     fuse: bool = True
     """The others become one patch; otherwise they vanish."""
-    warm_epochs: float = 0.0
+    warm_epochs: NotNegative = 0.0
     """Training keeps everything for so many epochs; 10 in the public recipe."""
-    shrink_epochs: float = 0.0
+    shrink_epochs: NotNegative = 0.0
     """Then the rate falls by a cosine within so many epochs."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.keep <= 1, "keep", "a share in (0, 1]", self.keep)
-        _distinct("blocks", self.blocks)
-        require(self.warm_epochs >= 0, "warm_epochs", "a number >= 0", self.warm_epochs)
-        require(self.shrink_epochs >= 0, "shrink_epochs", "a number >= 0", self.shrink_epochs)
 
 
 @record("tome", "tome:ToMe", "ToMe", "#4c9a2a")
 @dataclass(frozen=True)
-class ToMeSettings:
+class ToMeSettings(Settings):
     """ToMe: the most similar tokens merge, a few in every block."""
 
     r: Any = 8
@@ -269,6 +265,7 @@ class ToMeSettings:
     """Attention in proportion to the size of merged tokens."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         r = self.r
         if isinstance(r, tuple) and len(r) == 2:
             object.__setattr__(self, "inflection", convert("inflection", r[1], float))
@@ -285,89 +282,68 @@ class ToMeSettings:
 
 @record("fold", "fold:Fold", "fold", "#a3a51c")
 @dataclass(frozen=True)
-class FoldSettings:
+class FoldSettings(Settings):
     """fold (ours): low-attention, redundant patches merge into their nearest kept patch; no training needed."""
 
-    keep: float = 0.87
+    keep: Share = 0.87
     """Share of the patches that stays at every block that merges."""
-    budget: float | None = None
+    budget: Share | None = None
     """Instead of `keep`: a share of static's MACs, evidence included, e.g. 0.67."""
-    first_block: int | None = None
+    first_block: Index | None = None
     """Merge in every block from this one on; default: after a quarter of the depth (block 3 of 12)."""
-    blocks: tuple[int, ...] | None = None
+    blocks: Blocks | None = None
     """Instead: merge in these blocks alone, e.g. 3+6+9 (with keep=0.7)."""
-    power: float = 0.5
-    """How much redundancy counts: score = attention (1 - cosine)^power; 0 looks at attention alone."""
-    value: float = 0.5
+    power: NotNegative = 0.5
+    """How much redundancy counts: score = attention (1 - cosine)^power; 0 takes attention alone."""
+    value: NotNegative = 0.5
     """How much attention counts in the mean of merged patches: weights size * attention^value; 0 is ToMe's mean."""
     evidence: Literal["auto", "class", "column"] = "auto"
     """Attention from the class token (EViT's) or received from all tokens (A-MoD's); auto: class where there is one."""
 
-    def __post_init__(self) -> None:
-        require(0 < self.keep <= 1, "keep", "a share in (0, 1]", self.keep)
-        require(self.budget is None or 0 < self.budget <= 1, "budget", "a share in (0, 1]", self.budget)
-        first = self.first_block
-        require(first is None or first >= 0, "first_block", "a block number >= 0", first)
-        require(self.power >= 0, "power", "a number >= 0", self.power)
-        require(self.value >= 0, "value", "a number >= 0", self.value)
-        _distinct("blocks", self.blocks)
-
 
 @record("act", "act:ACT", "ACT", "#8c6239", recipe="act")
 @dataclass(frozen=True)
-class ACTSettings:
+class ACTSettings(Settings):
     """ACT: the whole image halts; the output is the mean field over layers."""
 
-    eps: float = 0.01
+    eps: Slack = 0.01
     """An image halts when its cumulative score reaches 1 - eps."""
     bias: float = -3.0
     """Starting bias of the gate: how late images halt at first."""
-    surrogate_width: float = 0.25
+    surrogate_width: Positive = 0.25
     """Width of the soft step behind the cost loss's gradient."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.eps < 1, "eps", "0 <= eps < 1", self.eps)
-        require(self.surrogate_width > 0, "surrogate_width", "a number > 0", self.surrogate_width)
 
 
 @record("confidence", "exits:Confidence", "confidence", "#c86fb0", recipe="confidence")
 @dataclass(frozen=True)
-class ConfidenceSettings:
+class ConfidenceSettings(Settings):
     """Early exit when the largest probability is high enough; no parameters."""
 
-    threshold: float = 0.9
+    threshold: Share = 0.9
     """Leave at this probability."""
-    patience: int = 1
+    patience: Count = 1
     """After so many blocks in a row."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.threshold <= 1, "threshold", "a probability in (0, 1]", self.threshold)
-        require(self.patience >= 1, "patience", "a number of blocks >= 1", self.patience)
 
 
 @record("similarity", "exits:SimilarityExit", "similarity", "#2aa6c9", recipe="similarity")
 @dataclass(frozen=True)
-class SimilaritySettings:
+class SimilaritySettings(Settings):
     """Early exit when the output has stopped changing; no parameters."""
 
-    threshold: float = 0.05
+    threshold: NotNegative = 0.05
     """Leave when the mean squared change from the block before is at most this."""
     of: Literal["logits", "token"] = "logits"
     """Change of the logits, or of the token that the head reads."""
-    patience: int = 1
+    patience: Count = 1
     """After so many blocks in a row."""
-
-    def __post_init__(self) -> None:
-        require(self.threshold >= 0, "threshold", "a number >= 0", self.threshold)
-        require(self.patience >= 1, "patience", "a number of blocks >= 1", self.patience)
 
 
 @record("pondernet", "pondernet:PonderNet", "PonderNet", "#5b5f97", recipe="pondernet")
 @dataclass(frozen=True)
-class PonderNetSettings:
+class PonderNetSettings(Settings):
     """PonderNet: halting as a chance at every layer, near a geometric prior."""
 
-    prior: float = 0.1
+    prior: Annotated[float, Check(lambda v: 0 < v < 1, "a probability in (0, 1)")] = 0.1
     """Chance of stopping at each layer that the prior assumes; its mean depth is about 1 / prior."""
     unit: Literal["image", "token"] = "image"
     """What halts: the image, or each token by itself."""
@@ -375,19 +351,15 @@ class PonderNetSettings:
     """gamma in lambda = sigmoid(gate_scale * x[index] - gate_center), A-ViT's neuron."""
     gate_center: float = 10.0
     """Its shift."""
-    index: int = 0
+    index: Index = 0
     """Which element is read."""
     sample: int | None = None
     """Draw where to stop from this seed; default: where the cumulative chance passes one half."""
 
-    def __post_init__(self) -> None:
-        require(0 < self.prior < 1, "prior", "a chance in (0, 1)", self.prior)
-        require(self.index >= 0, "index", "an index >= 0", self.index)
-
 
 @record("replay", "replay:Replay", "replay")
 @dataclass(frozen=True)
-class ReplaySettings:
+class ReplaySettings(Settings):
     """Carry out a recorded trace again."""
 
     trace: Any = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UserError
@@ -30,16 +30,15 @@ RENAMED = {
     "mod": {"first": "first_block"},
     "amod": {"first": "first_block"},
 }
-_VALUES = {"fold": "merge", "worth": "merge_score", "between": "before_mlp", "layer": "block"}
-# Settings of 0.1's aht with their defaults: gone, and those of the policy aht_merge.
+# Settings of 0.1's aht with their defaults: gone, and those that aht_merge has now.
 _GONE: dict[str, Any] = {"learn_gate": True, "class_token": "stays", "halted": "frozen", "plan_weight": 0.0}
 _GONE |= {"plan_against": "layer", "plan_range": "1..L"}
-_MERGE: dict[str, Any] = {"feature": "fc1", "gate": "shared", "decide": "after", "supervised": None, "relative": 0.0}
-_MERGE |= {"slope": "score", "start": "depth", "sample": (), "leave": "drop"}
+_MERGE: dict[str, Any] = {"feature": "fc1", "gate": "shared", "decide": "after", "spare": 0, "supervised": None}
+_MERGE |= {"relative": 0.0, "slope": "score", "start": "depth", "sample": [], "leave": "drop"}
 
 
 def error_of(policy: str, name: str, fields: set[str]) -> UserError | None:
-    """What to say of a setting that was renamed, moved or removed; None where there was none of that name."""
+    """The error for a setting that was renamed, moved or removed; None where there was none of that name."""
     if policy in ("aht", "aht_merge") and name in _GONE:
         return UserError(f"{policy}: the setting {name} is gone; see docs/results/cifar100.md for what it brought.")
     now = RENAMED.get(policy, {}).get(name, name if name in _MERGE and policy == "aht" else None)
@@ -51,24 +50,13 @@ def error_of(policy: str, name: str, fields: set[str]) -> UserError | None:
     return UserError(f"{policy}: the setting {name} is called {now} now.")
 
 
-def upgraded(policy: str, stored: Mapping[str, Any], layers: Callable[[], int]) -> tuple[str, dict[str, Any]]:
-    """Policy and settings of a checkpoint of format 1 or 2 in today's names; `layers`: the depth of its backbone."""
+def upgraded(policy: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint of format 1 or 2 in today's names; UserError where they mean another policy."""
     given = dict(stored)
-    if policy not in RENAMED:
-        return policy, given
     if policy == "fold" and "blocks" in given:
         given["first_block"] = given.pop("blocks")
-    if policy == "aht":
-        for name, usual in _GONE.items():
-            if given.pop(name, usual) != usual and name != "learn_gate":
-                raise UserError(f"aht: the setting {name} is gone; run this checkpoint with adaptivit 0.1.")
-        given = _MERGE | {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-        if (first := given.pop("spare", 0)) and given["supervised"] is None:
-            given["supervised"] = tuple(range(first, layers() - 1))
-        if all(given[name] == usual for name, usual in _MERGE.items() if name not in ("start", "slope")):
-            given = {name: value for name, value in given.items() if name not in _MERGE}
-        else:
-            policy = "aht_merge"
-            given["supervised"] = given["supervised"] or tuple(range(layers() - 1))
-    names = RENAMED[policy]
-    return policy, {names.get(k, k): _VALUES.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
+    for name, usual in (_GONE | _MERGE).items() if policy == "aht" else ():
+        if (value := given.pop(name, usual)) != usual and name not in ("learn_gate", "start"):
+            raise UserError(f"aht with {name}={value} is not in this version, or is aht_merge; use adaptivit 0.1.")
+    merges = {name: "merge" for name in ("leave",) if given.get(name) == "fold"}
+    return {RENAMED.get(policy, {}).get(name, name): value for name, value in (given | merges).items()}

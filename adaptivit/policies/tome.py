@@ -1,9 +1,9 @@
-"""ToMe: in every block the r most alike pairs of tokens merge (Bolya et al., ICLR 2023). Works without training.
+"""ToMe: in every block the r most similar pairs of tokens merge (Bolya et al., ICLR 2023). Works without training.
 
 Shapes: B images, n tokens left in each, d head width.
 
 Between attention and MLP: metric = keys, mean over heads, unit length. Tokens stand in a row; A = even positions,
-B = odd ones. Each A finds its most similar B; the r A's that are most alike to theirs merge into them, as size-weighted
+B = odd ones. Each A finds its most similar B; the r A's most similar to theirs merge into them, as size-weighted
 means, and sizes add. Attention then adds log(size) to key logits (proportional attention). Prefix tokens take no part.
 """
 
