@@ -19,7 +19,7 @@ from .cost import AddedMacs, CostModel
 from .decision import AppliedDecision, Decision, Drop, Keep, Merge, Skip, Trace, When, detached
 from .execution.evidence import EvidenceRequest
 from .execution.torch import Executor
-from .kernels.pack_index import stacked
+from .kernels.constants import stacked
 from .layouts import HeadRows, Layout
 from .output import Output
 from .policies.context import BlockContext

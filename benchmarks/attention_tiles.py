@@ -74,14 +74,18 @@ def main() -> None:
                 graphs = {}
                 for tile in TILES[first::step]:
                     try:
-                        out = ragged_attention.run(q, k, v, offsets, given.tokens, weight, tile)
+                        out = ragged_attention.attend(
+                            q, k, v, offsets, given.tokens, weight, tile=ragged_attention.Tile(*tile)
+                        )
                         error = float((out[:count].float() - want[:count]).norm() / want[:count].norm())
                         assert error < 2e-2, f"off by {error:.2g}"
                         torch.cuda.synchronize()
                         graph = torch.cuda.CUDAGraph()
                         with torch.cuda.graph(graph):
                             for _ in range(PASSES):
-                                ragged_attention.run(q, k, v, offsets, given.tokens, weight, tile)
+                                ragged_attention.attend(
+                                    q, k, v, offsets, given.tokens, weight, tile=ragged_attention.Tile(*tile)
+                                )
                     except Exception as failure:  # a tile that does not fit
                         print(f"{tile}: {type(failure).__name__}: {str(failure)[:200]}", file=sys.stderr)
                         continue

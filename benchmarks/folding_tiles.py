@@ -17,44 +17,44 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
-from adaptivit.kernels import merge, merge_assign, pack_index
+from adaptivit.kernels import constants, merge, merge_assign
 from adaptivit.kernels.merge_score import MergeScore
 
 SLOTS, WIDTH, HEAD, LEAVING = 197, 384, 64, 16
-MEET = [
+ASSIGN = [
     merge_assign.Tile(m, n, part, warps)
     for m, n, part, warps in itertools.product((16, 32), (64, 128), (16, 32), (4, 8))
 ]
 MERGE = [
-    (piece, merge.Tile(m, 16, warps, orders))
-    for piece, m, warps, orders in itertools.product((64, 128), (16, 32, 64), (2, 4), (False, True))
+    (piece, merge.Tile(m, 16, warps, packs))
+    for piece, m, warps, packs in itertools.product((64, 128), (16, 32, 64), (2, 4), (False, True))
 ]
 
 
 def cases(batch: int) -> Any:
     """Name, tiles, what takes a tile, what is timed."""
-    from adaptivit.kernels.nearest_token import units_reference
+    from adaptivit.kernels.scores_and_keys import unit_keys_reference
 
     k = torch.randn(batch * SLOTS, 6, HEAD, device="cuda")
-    offsets, cells = pack_index.steps(k, batch * SLOTS + 1, SLOTS), pack_index.steps(k, batch * SLOTS, 1)
-    units = units_reference(k, cells, offsets, batch, SLOTS)
+    offsets, cells = constants.steps(k, batch * SLOTS + 1, SLOTS), constants.steps(k, batch * SLOTS, 1)
+    units = unit_keys_reference(k, cells, offsets, SLOTS)
     here = torch.ones(batch, SLOTS, dtype=torch.bool, device="cuda")
     patches = here & (torch.arange(SLOTS, device="cuda") > 0)
     size = torch.ones(batch, SLOTS, device="cuda")
-    worth = MergeScore(torch.rand(batch, SLOTS, device="cuda"), torch.rand(batch, SLOTS, device="cuda"), 0.5, 0.5)
+    score = MergeScore(torch.rand(batch, SLOTS, device="cuda"), torch.rand(batch, SLOTS, device="cuda"), 0.5, 0.5)
     count = SLOTS - 1 - LEAVING
-    meets = partial(merge_assign.assign, units, patches, here, size, None, None, worth, count)
-    met = meets()
+    assigns = partial(merge_assign.merge_assign, units, patches, here, size, None, None, score, count)
+    assigned = assigns()
     rows = torch.randn(batch * SLOTS, WIDTH, device="cuda").to(torch.bfloat16)
-    merges = partial(merge.merge, rows, here, met.target, met.source_weight, cells, count + 1, met.size, True)
+    merges = partial(merge.merge, rows, here, assigned.target, assigned.source_weight, cells, count + 1, assigned.size)
 
-    def of_meet(tile: merge_assign.Tile) -> None:
+    def of_assign(tile: merge_assign.Tile) -> None:
         merge_assign.tile_for = lambda *_: tile
 
     def of_merge(tile: tuple[int, merge.Tile]) -> None:
         merge.PIECE, merge.tile_for = tile[0], lambda *_: tile[1]
 
-    yield "meet", MEET, of_meet, meets
+    yield "assign", ASSIGN, of_assign, assigns
     yield "merge", MERGE, of_merge, merges
 
 

@@ -21,6 +21,7 @@ from adaptivit.kernels import (
     attention,
     attention_scores,
     bipartite_match,
+    constants,
     launch,
     linear,
     merge,
@@ -59,7 +60,7 @@ def check_rows(dtype: torch.dtype, width: int, live: int, room: int) -> None:
         want = linear.reference(d64[0], d64[3], d64[4], d64[0], d64[5], count)[:live]
         close(f"linear residual, tile for {expected}, {name}", out, want, BOUND[dtype])
     index = torch.randint(0, live, (room,), device="cuda", dtype=torch.int32)
-    y, kept, seen = norm.norm(x, c, scale, 1e-6, index, count, w[5], b[5:6])
+    y, kept, seen = norm.norm(launch.KernelRows(x, index, count), c, scale, 1e-6, w[5], b[5:6])
     want64 = norm.reference(d64[0], d64[4], d64[5], 1e-6, index, count, d64[1][5], d64[2][5:6])
     for part, out, want in zip(("y", "kept", "seen"), (y, kept, seen), want64, strict=True):
         assert out is not None
@@ -81,7 +82,7 @@ def check_gate(dtype: torch.dtype, images: int, moves: bool) -> None:
     slots, width = 197, 384
     own = torch.arange(images * slots, device="cuda", dtype=torch.int32)
     stay = torch.rand(images, slots, device="cuda") < (0.6 if moves else 1.0)
-    place, cells, offsets, index = pack_index.order(stay, own)
+    place, cells, offsets, index = pack_index.pack_index(stay, own)
     w, b = noise(4 * width, width, dtype=dtype) * width**-0.5, noise(4 * width, dtype=dtype)
     x, gain, offset = noise(images * slots, width, dtype=dtype), noise(width, dtype=dtype), noise(width, dtype=dtype)
     scale, shift0 = (torch.full((12,), value, device="cuda", dtype=dtype)[3] for value in (1.5, -0.5))
@@ -116,14 +117,11 @@ def check_attention(dtype: torch.dtype, width: int, lengths: list[int]) -> None:
         q64, k64, v64 = (t.double() for t in (q, k, v))
         out = ragged_attention.attend(q, k, v, offsets, max(lengths), weight)[:live]
         close(f"attend {name}", out, ragged_attention.reference(q64, k64, v64, offsets, weight)[:live], BOUND[dtype])
-        for what, run in (("class", attention_scores.class_row), ("all", attention_scores.received)):
-            got = run(q, k, offsets, max(lengths), weight)[:live]
-            close(
-                f"{what} row {name}",
-                got,
-                attention_scores.reference(q64, k64, offsets, weight, what)[:live],
-                BOUND[dtype],
-            )
+        row = scores_and_keys.class_row(q, k, offsets, max(lengths), weight)[:live]
+        want = scores_and_keys.class_row_reference(q64, k64, offsets, weight)[:live]
+        close(f"class row {name}", row, want, BOUND[dtype])
+        row = attention_scores.received(q, k, offsets, max(lengths), weight)[:live]
+        close(f"received {name}", row, attention_scores.reference(q64, k64, offsets, weight)[:live], BOUND[dtype])
 
 
 def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool) -> None:
@@ -132,22 +130,17 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     cells = here.flatten().nonzero()[:, 0]
     live, among = len(cells), torch.rand(9, slots, device="cuda") < 0.6
     k = rows_of(live, noise(live + 7, 3, 4, width, dtype=dtype) + noise(4, width, dtype=dtype))[:, 1]
-    index, offsets = torch.arange(slots, device="cuda").expand(9, slots), None
-    if ragged_rows:
-        index = torch.cat([cells, cells.new_zeros(7)]).int()
-        offsets = torch.cat([cells.new_zeros(1), here.sum(-1).cumsum(0)]).int()
-    else:
-        k = k[:live]
+    index = torch.cat([cells, cells.new_zeros(7)]).int()
+    offsets = torch.cat([cells.new_zeros(1), here.sum(-1).cumsum(0)]).int()
     name = f"{str(dtype)[6:]} d {width} n {slots} {'ragged' if ragged_rows else 'equal'}"
-    units = nearest_token.units(k, index, offsets, 9, slots)
+    units = scores_and_keys.unit_keys(k, index, offsets, slots)
     x = k[:live].double().mean(1)
     exact = torch.zeros(9 * slots, width, device="cuda", dtype=torch.float64)
     exact[cells] = x / x.norm(dim=-1, keepdim=True)
     close(f"units {name}", units[cells].double().sum(1) / 64, exact[cells], 2e-7)
-    if offsets is not None:
-        row, again = scores_and_keys.looks(k.contiguous(), k, index, offsets, slots, None, slots)
-        apart = attention_scores.class_row(*launch.alike(k.contiguous(), k), offsets, slots)
-        same(f"looks {name}", (row[:live], again[cells]), (apart[:live], units[cells]))
+    row, again = scores_and_keys.class_row_and_unit_keys(k.contiguous(), k, index, offsets, slots, None, slots)
+    apart = scores_and_keys.class_row(*launch.alike(k.contiguous(), k), offsets, slots)
+    same(f"class row and unit keys {name}", (row[:live], again[cells]), (apart[:live], units[cells]))
     u = exact.unflatten(0, (9, slots))
     cosine = (u @ u.transpose(1, 2)).masked_fill(torch.eye(slots, device="cuda").bool(), float("-inf"))
 
@@ -165,29 +158,26 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
     stay = (patches_ & ~leaving)[:, None, :] & (patches_ & leaving)[:, :, None]
     size, say = torch.rand(2, *here.shape, device="cuda") + 0.1
     with torch.inference_mode():
-        into, scale, after, left = merge_assign.assign(units, patches_, here, size, say, leaving, None, 0)
-    same(f"meet, left {name}", left[1:], ((here & ~leaving).sum(-1).int(),))
+        into, scale, after, left = merge_assign.merge_assign(units, patches_, here, size, say, leaving, None, 0)
+    same(f"merge assign, left {name}", left[1:], ((here & ~leaving).sum(-1).int(),))
     best = cosine.masked_fill(~stay, float("-inf"))
-    compare("meet", best.max(-1).values, torch.where(leaving, into, -1), best)
-    for part, out, want in zip(
-        ("scale", "size"), (scale, after), merge.reference_join(into, size.double(), here, say.double()), strict=True
-    ):
-        close(f"meet, {part} {name}", out, want, 1e-5)
+    compare("merge assign", best.max(-1).values, torch.where(leaving, into, -1), best)
+    exact = merge.mean_weights_reference(into, size.double(), here, say.double())
+    for part, out, want in zip(("weight", "size"), (scale, after), exact, strict=True):
+        close(f"merge assign, {part} {name}", out, want, 1e-5)
     score = noise(*here.shape, dtype=torch.float32)
-    rest = topk.reference(score, patches_, 3, rest=True)
     with torch.inference_mode():
-        ranked = merge_assign.assign(units, patches_, here, size, say, None, score, 3)
-        same(
-            f"meet, ranked {name}", ranked[:3], merge_assign.assign(units, patches_, here, size, say, rest, None, 0)[:3]
-        )
-        worth = MergeScore(score.abs(), found[0].clamp(-1, 1), 0.5, 0.5)
-        by, its = worth.numbers(size)
-        one, two = (
-            merge_assign.assign(units, patches_, here, size, *s, 3) for s in ((None, None, worth), (its, None, by))
-        )
-        assert one is not None and two is not None  # noqa: PT018
-        same(f"meet, by worth {name}", one[:1], two[:1])
-        close(f"meet, by worth, scale {name}", one[1], two[1], 1e-6)
+        for merge_score in (
+            MergeScore(score, None, 0.5, 0.5),
+            MergeScore(score.abs(), found[0].clamp(-1, 1), 0.5, 0.5),
+        ):
+            by, its = merge_score.numbers(size)
+            rest = topk.reference(by, patches_, 3, rest=True)
+            one = merge_assign.merge_assign(units, patches_, here, size, None, None, merge_score, 3)
+            two = merge_assign.merge_assign(units, patches_, here, size, its, rest, None, 0)
+            assert one is not None and two is not None  # noqa: PT018
+            same(f"merge assign, by score {name}", one[:1], two[:1])
+            close(f"merge assign, by score, weight {name}", one[1], two[1], 1e-6)
     if not ragged_rows and slots > 3:
         order = torch.stack([torch.cat([cells.new_zeros(1), torch.randperm(slots - 1, device="cuda") + 1])] * 9)
         a, b = order[:, ::2], order[:, 1::2]
@@ -196,8 +186,8 @@ def check_similar(dtype: torch.dtype, width: int, slots: int, ragged_rows: bool)
         pick = cosine.gather(1, a[..., None].expand(-1, -1, slots)).gather(2, b[:, None].expand(-1, a.shape[1], -1))
         compare("match", value, column, pick.masked_fill((a < 1)[..., None], float("-inf")))
         given = (value, slot, order, here, (slots - 1) // 3, 1)
-        got, want = bipartite_match.pairs(*given), bipartite_match.reference(*given)
-        same(f"pairs {name}", got, want)
+        got, want = bipartite_match.bipartite_match(*given), bipartite_match.reference(*given)
+        same(f"bipartite match {name}", got, want)
 
 
 def check_weighted(dtype: torch.dtype, width: int, tokens: int) -> None:
@@ -225,20 +215,20 @@ def check_selection(batch: int, slots: int) -> None:
     score[:, ::5], score[:, 1::7], score[:, 2::11] = 0.25, float("nan"), float("-inf")
     among = torch.rand(batch, slots, device="cuda") < 0.9
     for rest in (False, True):
-        top = topk.top(score, among, wanted, rest=rest)
-        same(f"top {name}, rest {rest}", (top,), (topk.reference(score, among, wanted, rest),))
+        top = topk.topk(score, among, wanted, rest=rest)
+        same(f"topk {name}, rest {rest}", (top,), (topk.reference(score, among, wanted, rest),))
     stay = topk.reference(score, torch.ones_like(among), wanted)
     cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
-    same(f"order {name}, equal", pack_index.order(stay, cells, wanted), pack_index.reference(stay, cells, wanted))
+    same(f"order {name}, equal", pack_index.pack_index(stay, cells, wanted), pack_index.reference(stay, cells, wanted))
     some = among & stay
-    same(f"order {name}", pack_index.order(some, cells), pack_index.reference(some, cells))
+    same(f"order {name}", pack_index.pack_index(some, cells), pack_index.reference(some, cells))
     goes = (stay.float() + 1e-9).multinomial(slots, replacement=True)
     goes = torch.where(torch.rand(batch, slots, device="cuda") < 0.2, -1, goes)
     into = torch.where(stay, torch.arange(slots, device="cuda"), goes)
     size, say = 1.0 + torch.randint(5, (batch, slots), device="cuda"), torch.rand(batch, slots, device="cuda")
-    scale, after = merge.join(into, size, among, say)
-    want_scale, want_after = merge.reference_join(into, size.double(), among, say.double())
-    close(f"join {name}", scale, want_scale, 1e-6)
+    scale, after = merge.mean_weights(into, size, among, say)
+    want_scale, want_after = merge.mean_weights_reference(into, size.double(), among, say.double())
+    close(f"mean weights {name}", scale, want_scale, 1e-6)
     close(f"sizes {name}", after, want_after, 1e-7)
 
 
@@ -281,10 +271,10 @@ def check_merge(dtype: torch.dtype, width: int, batch: int, slots: int, equal: b
     _, whose, limits, _ = pack_index.reference(live, cells)
     for share in (None, scale):
         wide = None if share is None else share.double()
-        out = unskip.back(rows[: batch * slots], whose, moved, there, share, limits[-1:])
+        out = unskip.unskip(rows[: batch * slots], whose, moved, there, share, limits[-1:])
         known = unskip.reference(rows[: batch * slots].double(), whose, moved.double(), there, wide, limits[-1:])
         stop = int(limits[-1])
-        close(f"back {name}, gate {share is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
+        close(f"unskip {name}, gate {share is not None}", out[:stop], known[:stop], BOUND[dtype] / 2)
 
 
 @torch.inference_mode()
@@ -349,12 +339,12 @@ def check_kernels() -> None:
     stay = torch.rand(300, 197, device="cuda") < 0.5
     cells = torch.arange(stay.numel(), device="cuda", dtype=torch.int32)
     for images in (1, 40, 300):
-        got, want = (f(stay[:images], cells[: images * 197]) for f in (pack_index.order, pack_index.reference))
+        got, want = (f(stay[:images], cells[: images * 197]) for f in (pack_index.pack_index, pack_index.reference))
         same(f"order of {images} images", got, want)
     with torch.inference_mode():
         masks = [stay[:, ::2], stay[:, 1::2].T.contiguous().T, *(stay[:, :99] for _ in range(10))]
         masks = [mask[:, :98] for mask in masks]
-        same("masks stacked", (pack_index.stacked(masks),), (torch.stack(masks),))
+        same("masks stacked", (constants.stacked(masks),), (torch.stack(masks),))
     pixels, w, b = (
         noise(3, 3, 224, 224, dtype=torch.bfloat16),
         noise(192, 768, dtype=torch.bfloat16) / 28,
@@ -362,7 +352,7 @@ def check_kernels() -> None:
     )
     at, lead = noise(196, 192, dtype=torch.bfloat16), noise(2, 192, dtype=torch.bfloat16)
     want = patch_embed.reference(*(t.double() for t in (pixels, w, b, at, lead)), (16, 16))
-    close("patches", patch_embed.patches(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
+    close("patches", patch_embed.patch_embed(pixels, w, b, at, lead, 16, 16), want, BOUND[torch.bfloat16])
     check_models(compiled=False)
 
 

@@ -79,7 +79,7 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
             ) -> Tensor:
                 if tile is None:
                     return linear.linear(given, w, b, r, None, count, g, rows)
-                return linear.run(given, w, b, r, None, count, g, tile)
+                return linear.linear(given, w, b, r, None, count, g, tile=tile)
 
             f32 = [None if t is None else t.float() for t in (given, weight, bias, residual)]
             tiles = [tile for kind in kinds for tile in KINDS[kind]]
@@ -88,7 +88,7 @@ def cases(rows: int, width: int, only: list[str]) -> Iterator[tuple[str, list[An
 
             def both(tile: Any, w: Any = weight, b: Any = bias, g: Any = gelu) -> Tensor:
                 if tile is None:  # two kernels
-                    y, _, _ = norm.norm(x, gain, offset, 1e-6, None, count)
+                    y, _, _ = norm.norm(KernelRows(x, count=count), gain, offset, 1e-6)
                     return linear.linear(y, w, b, None, None, count, g, rows)
                 return norm_linear.norm_linear(KernelRows(x, count=count), gain, offset, 1e-6, w, b, gelu=g, tile=tile)[
                     0

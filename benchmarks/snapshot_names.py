@@ -32,8 +32,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     "compute_losses": ("training.step:compute_losses", "training.step:judged", "trainer:judged"),
     "Program": ("checkpoint.export:Program", "execution.export:Program", "exporting:Program"),
-    "Plan": ("layouts:Plan",),
-    "NormFused": ("execution.norm_fused:NormFused", "execution.norm_fused:Folded", "folded:Folded"),
+    "Plan": ("layouts:RowSchedule", "layouts:Plan"),
     "UserError": ("errors:UserError",),
 }
 
@@ -45,7 +44,6 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "gate_init": ("gate_init", "init_gate", "start_gate", "calibrate"),  # of a policy
     "recompute": ("recompute", "checkpoint_activations", "checkpointed"),  # of a model
     "budget_share": ("cost_target", "budget_share", "share"),  # of a training config or its losses
-    "finish": ("finish", "settle"),  # of NormFused
     "num_prefix_tokens": ("num_prefix_tokens", "prefix"),  # of a trace
     "knob": ("position", "knob"),  # of a point of a calibration curve
 }
@@ -233,17 +231,9 @@ def kernels_on_cpu() -> Any:
         launch.on_cpu = before
 
 
-def planned_pass(model: Any, images: Any, layout: str, plan: Any, norm_fused: Any = None) -> Any:
-    """A pass with a schedule of moves, as capture makes it; perhaps with norms worked into products."""
-    choice = get(model, "choose")(layout, images.device)
-    more = {} if norm_fused is None else {"norm_fused": norm_fused}
-    run = get(model, "run")
-    try:
-        return run(choice, images, plan=plan, **more)
-    except TypeError:
-        if norm_fused is None:
-            raise
-        return run(choice, images, plan=plan, folded=norm_fused)
+def planned_pass(model: Any, images: Any, layout: str, plan: Any) -> Any:
+    """A pass with a schedule of moves, as capture makes it."""
+    return get(model, "run")(get(model, "choose")(layout, images.device), images, plan=plan)
 
 
 def prepare_interpreter() -> None:

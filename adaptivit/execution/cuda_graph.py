@@ -17,7 +17,7 @@ from torch import Tensor
 from ..budget.control import Budgets, RunSetting
 from ..decision import Trace
 from ..errors import UserError
-from ..kernels.pack_index import joined
+from ..kernels.constants import joined
 from ..layouts import PackedOnDevice
 from ..output import Output
 from . import row_schedule

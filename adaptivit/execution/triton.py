@@ -19,7 +19,7 @@ from ..kernels.launch import KernelRows, usable
 from ..kernels.linear import linear
 from ..kernels.norm import norm
 from ..kernels.norm_linear import norm_linear, split
-from ..kernels.patch_embed import patches
+from ..kernels.patch_embed import patch_embed
 from ..kernels.threshold_gate import GateResult, ThresholdGate
 from ..layouts import PackedOnDevice
 from .evidence import EvidenceRequest, collect_evidence
@@ -58,7 +58,7 @@ class TritonExecutor(Executor):
         if stem is None or added is None or not images.is_contiguous():
             return self.backbone.embed(images)
         prefix, positions = added
-        rows = patches(images, stem.weight, stem.bias, positions, prefix, *stem.patch_size)
+        rows = patch_embed(images, stem.weight, stem.bias, positions, prefix, *stem.patch_size)
         return self.backbone.embedding_norm(rows)
 
     def attention(self, block: Any, layout: PackedOnDevice, request: EvidenceRequest) -> None:  # type: ignore[override]
@@ -127,6 +127,6 @@ def _normed(
         return norm_linear(rows, gain, offset, eps, weight, bias, probe, gelu, space, gate, where)
     row = None if probe < 0 else weight[probe]
     shift = None if probe < 0 or bias is None else bias[probe : probe + 1]
-    y, kept, element = norm(rows.rows, gain, offset, eps, rows.index, rows.count, row, shift)
+    y, kept, element = norm(rows, gain, offset, eps, row, shift)
     out = linear(y, weight, bias, None, None, rows.count, gelu, rows.expected, space)
     return out, kept, element, None

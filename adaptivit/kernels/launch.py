@@ -1,15 +1,19 @@
-"""What the Triton kernels share: whether they can run here, and how they are told their sizes.
+"""What the Triton kernels share: whether they can run here, how they are launched, and how an operation is declared.
 
 Every kernel has its PyTorch reference beside it, in the same file. The number of live rows is a tensor on the device
 (`rows` [1]): buffers have room for all tokens, kernels stop at the live ones, and the host never waits to learn how
-many there are. What lies behind them in a buffer is left over from before and may be anything, NaN included.
+many there are. What lies behind them in a buffer is left over from before and may be anything, NaN included. A kernel's
+pointer that is None switches off what it would be for.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ try:
     import triton.language as tl
 except ImportError:  # torch for CPUs comes without it
     triton = tl = None  # type: ignore[assignment,unused-ignore]
+jit: Any = (lambda kernel: kernel) if triton is None else triton.jit
 
 __all__ = [
     "INTERPRETED",
@@ -26,11 +31,13 @@ __all__ = [
     "KernelRows",
     "Log2",
     "alike",
-    "as_pointer",
     "blank",
+    "jit",
     "live",
     "log2_weight",
     "multiprocessors",
+    "operation",
+    "pointers",
     "power_of_two",
     "precision",
     "run_on",
@@ -72,12 +79,36 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+def operation(name: str, outputs: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
+    """Declare the torch operation adaptivit::`name` by what it writes: run(out, *inputs). `out`, tensors that are not
+    written yet, comes from outputs(*inputs), which tells torch.compile the shapes too."""
+
+    def declare(run: Callable[..., None]) -> Any:
+        def made(*inputs: Any) -> Any:
+            out = outputs(*inputs)
+            run(out, *inputs)
+            return out
+
+        out, *inputs = inspect.signature(run, eval_str=True).parameters.values()
+        made.__signature__ = inspect.Signature(inputs, return_annotation=out.annotation)  # type: ignore[attr-defined]
+        op = torch.library.custom_op(f"adaptivit::{name}", made, mutates_args=())
+        op.register_fake(outputs)
+        return op
+
+    return declare
+
+
+def pointers(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tensors as kernels take them: boolean ones as bytes."""
+    return tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in tensors)
+
+
 def blank(rows: int, width: int, space: int, like: Tensor) -> Tensor:
-    """[rows, width] that nobody has written, in memory for rows of `space` columns where that is more.
+    """[rows, width] that has not been written, in memory for rows of `space` columns where that is more.
 
     Where buffers of several widths are needed one after the other, an allocator keeps a block for each width; with the
     space of the widest they are one."""
-    memory = torch.empty(rows * max(width, space), dtype=like.dtype, device=like.device)
+    memory = like.new_empty(rows * max(width, space))
     return memory[: rows * width].view(rows, width)
 
 
@@ -98,7 +129,7 @@ class KernelRows:
 
 @dataclass(frozen=True)
 class Log2:
-    """A key's weight, of which the binary logarithm is known."""
+    """A key's weight by its binary logarithm."""
 
     values: Tensor  # [R] float32
 
@@ -122,8 +153,3 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     if all(t.dtype == first.dtype and t.stride() == first.stride() and t.stride(-1) == 1 for t in tensors):
         return tensors
     return tuple(t.to(first.dtype).contiguous() for t in tensors)
-
-
-def as_pointer(weight: Tensor | None, anything: Tensor) -> Tensor:
-    """The weight as a kernel takes it: bytes for a boolean one, anything where there is none."""
-    return anything if weight is None else weight.view(torch.uint8) if weight.dtype == torch.bool else weight

@@ -15,19 +15,16 @@ A row is held in two parts, since the widths of ViTs are 2^k or 3 2^k and tiles 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import norm as norms
-from .launch import KernelRows, blank, precision, tl, triton
-from .threshold_gate import GateResult, ThresholdGate
-
-if triton is not None:
-    from .linear import _gelu
-    from .threshold_gate import _gate_cells_without_rows, _gate_rows
+from .launch import KernelRows, blank, jit, operation, pointers, precision, tl, triton
+from .linear import _gelu
+from .threshold_gate import GateResult, ThresholdGate, _gate_cells_without_rows, _gate_rows
 
 
 def reference(
@@ -78,118 +75,119 @@ def split(width: int) -> tuple[int, int] | None:
     return (first, rest) if rest else (first // 2, first // 2)
 
 
-if triton is not None:
-
-    @triton.jit
-    def _norm_linear_kernel(
-        x_pointer,  # [R', K]
-        norm_weight_pointer,  # [K]
-        norm_bias_pointer,  # [K]
-        weight_pointer,  # [C, K]
-        bias_pointer,  # [C]
-        index_pointer,  # [R]
-        rows_pointer,  # [1]
-        out_pointer,  # [R, C]
-        kept_pointer,  # [R, K]
-        element_pointer,  # [R]
-        cells_pointer,  # [R], and from here on as in threshold_gate.py
-        place_pointer,  # [B N]
-        total_pointer,  # [B, N]
-        active_pointer,  # [B, N]
-        scale_pointer,  # []
-        offset_pointer,  # []
-        shift_pointer,  # [B]
-        score_out,  # [B, N]
-        total_out,  # [B, N]
-        active_out,  # [B, N]
-        active_rows_out,  # [R]
-        room,
-        probe,
-        eps,
-        threshold,
-        slots,
-        first_slot,
-        C: tl.constexpr,
-        LEFT: tl.constexpr,
-        RIGHT: tl.constexpr,
-        TM: tl.constexpr,
-        TN: tl.constexpr,
-        MOVES: tl.constexpr,
-        COUNTED: tl.constexpr,
-        PROBED: tl.constexpr,
-        BIAS: tl.constexpr,
-        GELU: tl.constexpr,
-        GATED: tl.constexpr,
-        MOVED: tl.constexpr,  # rows are not in their cells
-        SHIFTED: tl.constexpr,
-        EXACT: tl.constexpr,
-        PRECISION: tl.constexpr,
-    ):
-        K: tl.constexpr = LEFT + RIGHT
-        rows = room
-        if COUNTED:
-            rows = tl.load(rows_pointer)
-        groups: tl.constexpr = (C + TN - 1) // TN
-        group = tl.program_id(0) % groups
-        row = tl.program_id(0) // groups * TM + tl.arange(0, TM)
-        if GATED and MOVED:  # noqa: SIM102 - known when it is compiled
-            if group == 0:
-                _gate_cells_without_rows(
-                    row, row < room, place_pointer, total_pointer, score_out, total_out, active_out
-                )
-        if tl.program_id(0) // groups * TM < rows:
-            live = row < rows
-            n = group * TN + tl.arange(0, TN)
-            inside = n < C
-            source = row
-            if MOVES:
-                source = tl.load(index_pointer + row, mask=live, other=0)
-            a = tl.arange(0, LEFT)
-            b = LEFT + tl.arange(0, RIGHT)
-            at = source.to(tl.int64)[:, None] * K
-            left = tl.load(x_pointer + at + a[None, :], mask=live[:, None], other=0.0)
-            right = tl.load(x_pointer + at + b[None, :], mask=live[:, None], other=0.0)
-            if MOVES:
-                mine = live & (group == 0)
-                to = row.to(tl.int64)[:, None] * K
-                tl.store(kept_pointer + to + a[None, :], left, mask=mine[:, None])
-                tl.store(kept_pointer + to + b[None, :], right, mask=mine[:, None])
-            x = left.to(tl.float32)
-            z = right.to(tl.float32)
-            mean = (tl.sum(x, 1) + tl.sum(z, 1)) / K
-            x -= mean[:, None]
-            z -= mean[:, None]
-            scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(z * z, 1)) / K + eps)[:, None]
-            x = x * scale * tl.load(norm_weight_pointer + a).to(tl.float32)[None, :]
-            z = z * scale * tl.load(norm_weight_pointer + b).to(tl.float32)[None, :]
-            x = (x + tl.load(norm_bias_pointer + a).to(tl.float32)[None, :]).to(left.dtype)
-            z = (z + tl.load(norm_bias_pointer + b).to(tl.float32)[None, :]).to(right.dtype)
-            w = tl.load(weight_pointer + n[:, None] * K + a[None, :], mask=inside[:, None], other=0.0)
-            v = tl.load(weight_pointer + n[:, None] * K + b[None, :], mask=inside[:, None], other=0.0)
-            total = tl.dot(x, w.T, input_precision=PRECISION)
-            total = tl.dot(z, v.T, total, input_precision=PRECISION)
-            if BIAS:
-                total += tl.load(bias_pointer + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if PROBED:
-                first = group * TN
-                if (probe >= first) & (probe < first + TN):
-                    element = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
-                    tl.store(element_pointer + row, element, mask=live)
-                    if GATED:
-                        _gate_rows(
-                            *(element, row, live, cells_pointer, total_pointer, active_pointer),
-                            *(scale_pointer, offset_pointer, shift_pointer, score_out, total_out, active_out),
-                            *(active_rows_out, threshold, slots, first_slot, MOVED, SHIFTED),
-                        )
-            if GELU:
-                total = _gelu(total, EXACT)
-            to = row.to(tl.int64)[:, None] * C + n[None, :]
-            out_type = out_pointer.dtype.element_ty
-            tl.store(out_pointer + to, total.to(out_type), mask=live[:, None] & inside[None, :])
+@jit
+def _norm_linear_kernel(
+    x_pointer,  # [R', K]
+    norm_weight_pointer,  # [K]
+    norm_bias_pointer,  # [K]
+    weight_pointer,  # [C, K]
+    bias_pointer,  # [C] or None
+    index_pointer,  # [R] or None
+    rows_pointer,  # [1] or None
+    out_pointer,  # [R, C]
+    kept_pointer,  # [R, K]
+    element_pointer,  # [R]
+    cells_pointer,  # [R] or None, and from here on as in threshold_gate.py
+    place_pointer,  # [B N] or None
+    total_pointer,  # [B, N] or None
+    active_pointer,  # [B, N]
+    scale_pointer,  # []
+    offset_pointer,  # []
+    shift_pointer,  # [B] or None
+    score_out,  # [B, N]
+    total_out,  # [B, N]
+    active_out,  # [B, N]
+    active_rows_out,  # [R]
+    room,
+    probe,
+    eps,
+    threshold,
+    slots,
+    first_slot,
+    C: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    PROBED: tl.constexpr,
+    GELU: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    K: tl.constexpr = LEFT + RIGHT
+    rows = room
+    if rows_pointer is not None:
+        rows = tl.load(rows_pointer)
+    groups: tl.constexpr = (C + TN - 1) // TN
+    group = tl.program_id(0) % groups
+    row = tl.program_id(0) // groups * TM + tl.arange(0, TM)
+    if place_pointer is not None:  # noqa: SIM102 - known when it is compiled
+        if group == 0:
+            _gate_cells_without_rows(row, row < room, place_pointer, total_pointer, score_out, total_out, active_out)
+    if tl.program_id(0) // groups * TM < rows:
+        live = row < rows
+        n = group * TN + tl.arange(0, TN)
+        inside = n < C
+        source = row
+        if index_pointer is not None:
+            source = tl.load(index_pointer + row, mask=live, other=0)
+        a = tl.arange(0, LEFT)
+        b = LEFT + tl.arange(0, RIGHT)
+        at = source.to(tl.int64)[:, None] * K
+        left = tl.load(x_pointer + at + a[None, :], mask=live[:, None], other=0.0)
+        right = tl.load(x_pointer + at + b[None, :], mask=live[:, None], other=0.0)
+        if index_pointer is not None:
+            mine = live & (group == 0)
+            to = row.to(tl.int64)[:, None] * K
+            tl.store(kept_pointer + to + a[None, :], left, mask=mine[:, None])
+            tl.store(kept_pointer + to + b[None, :], right, mask=mine[:, None])
+        x = left.to(tl.float32)
+        z = right.to(tl.float32)
+        mean = (tl.sum(x, 1) + tl.sum(z, 1)) / K
+        x -= mean[:, None]
+        z -= mean[:, None]
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(z * z, 1)) / K + eps)[:, None]
+        x = x * scale * tl.load(norm_weight_pointer + a).to(tl.float32)[None, :]
+        z = z * scale * tl.load(norm_weight_pointer + b).to(tl.float32)[None, :]
+        x = (x + tl.load(norm_bias_pointer + a).to(tl.float32)[None, :]).to(left.dtype)
+        z = (z + tl.load(norm_bias_pointer + b).to(tl.float32)[None, :]).to(right.dtype)
+        w = tl.load(weight_pointer + n[:, None] * K + a[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(weight_pointer + n[:, None] * K + b[None, :], mask=inside[:, None], other=0.0)
+        total = tl.dot(x, w.T, input_precision=PRECISION)
+        total = tl.dot(z, v.T, total, input_precision=PRECISION)
+        if bias_pointer is not None:
+            total += tl.load(bias_pointer + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if PROBED:
+            first = group * TN
+            if (probe >= first) & (probe < first + TN):
+                element = tl.sum(tl.where((n == probe)[None, :], total, 0.0), 1)
+                tl.store(element_pointer + row, element, mask=live)
+                if total_pointer is not None:
+                    _gate_rows(
+                        *(element, row, live, cells_pointer, total_pointer, active_pointer),
+                        *(scale_pointer, offset_pointer, shift_pointer, score_out, total_out, active_out),
+                        *(active_rows_out, threshold, slots, first_slot),
+                    )
+        if GELU:
+            total = _gelu(total, EXACT)
+        to = row.to(tl.int64)[:, None] * C + n[None, :]
+        out_type = out_pointer.dtype.element_ty
+        tl.store(out_pointer + to, total.to(out_type), mask=live[:, None] & inside[None, :])
 
 
-@torch.library.custom_op("adaptivit::norm_linear", mutates_args=())
+def _outputs(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space, tile, gate, *rest) -> Any:
+    """out, kept, element, score, total, active and active_rows; those that are not wanted are empty."""
+    room, grid = x.shape[0] if index is None else index.shape[0], gate[2].shape if gate else (0,)
+    kept = x.new_empty(0 if index is None else (room, x.shape[1]))
+    element = x.new_empty(0 if probe < 0 else room, dtype=torch.float32)
+    score, total = (x.new_empty(grid, dtype=torch.float32) for _ in range(2))
+    flags = (x.new_empty(size, dtype=torch.bool) for size in (grid, 0 if rest[3] is None else room))
+    return blank(room, weight.shape[0], space, x), kept, element, score, total, *flags
+
+
+@operation("norm_linear", _outputs)
 def _norm_linear(
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
@@ -208,61 +206,29 @@ def _norm_linear(
     first_slot: int,
     cells: Tensor | None,
     place: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gate: scale, offset, total and active, or nothing. Outputs that are not wanted are empty."""
-    room, parts, (tall, wide, warps) = len(x if index is None else index), split(x.shape[1]), tile
+) -> None:
+    """gate: scale, offset, total and active, or nothing."""
+    (room, width), parts, (tall, wide, warps) = out[0].shape, split(x.shape[1]), tile
     assert parts is not None
     assert not gate or probe >= 0
     assert not gate or cells is None or room == gate[2].numel()
-    out = blank(room, len(weight), space, x)
-    kept, *results = _outputs(x, room, index, probe, gate, cells)
-    scale, offset, total, active = gate or [x] * 4
-    tensors = [x, norm_weight, norm_bias, weight, bias, index, rows, out, kept, results[0]]
-    tensors += [cells, place, total, active, scale, offset, shift, *results[1:]]
-    _norm_linear_kernel[(triton.cdiv(room, tall) * triton.cdiv(len(weight), wide),)](
-        *(x if t is None else t.view(torch.uint8) if t.dtype == torch.bool else t for t in tensors),
-        room,
-        probe,
-        eps,
-        threshold,
-        total.shape[1],
-        first_slot,
-        C=len(weight),
+    scale, offset, total, active = gate or (None,) * 4
+    slots = 1 if total is None else total.shape[1]
+    _norm_linear_kernel[(triton.cdiv(room, tall) * triton.cdiv(width, wide),)](
+        *pointers(x, norm_weight, norm_bias, weight, bias, index, rows, *out[:3]),
+        *pointers(cells, place, total, active, scale, offset, shift, *out[3:]),
+        *(room, probe, eps, threshold, slots, first_slot),
+        C=width,
         LEFT=parts[0],
         RIGHT=parts[1],
         TM=tall,
         TN=wide,
-        MOVES=index is not None,
-        COUNTED=rows is not None,
         PROBED=probe >= 0,
-        BIAS=bias is not None,
         GELU=gelu,
-        GATED=bool(gate),
-        MOVED=cells is not None,
-        SHIFTED=shift is not None,
         EXACT=x.dtype == torch.float32,
         PRECISION=precision(x.dtype),
         num_warps=warps,
     )
-    score, total, active, active_rows = results[1:]
-    return out, kept, results[0], score, total, active, active_rows
-
-
-def _outputs(
-    x: Tensor, room: int, index: Tensor | None, probe: int, gate: Sequence[Tensor], cells: Tensor | None
-) -> list[Tensor]:
-    """Memory for kept, element, score, total, active and active_rows; rows of their own only where rows have moved."""
-    grid = gate[2].shape if gate else (0,)
-    moved, read = (0,) if index is None else (room, x.shape[1]), (room if probe >= 0 else 0,)
-    sizes = (moved, read, grid, grid, grid, (0,) if cells is None else (room,))
-    kinds = (x.dtype, torch.float32, torch.float32, torch.float32, torch.bool, torch.bool)
-    return [x.new_empty(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
-
-
-@_norm_linear.register_fake
-def _(x, norm_weight, norm_bias, eps, weight, bias, index, rows, probe, gelu, space, tile, gate, *rest):
-    room = x.shape[0] if index is None else index.shape[0]
-    return x.new_empty(room, weight.shape[0]), *_outputs(x, room, index, probe, gate, rest[3])
 
 
 def norm_linear(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .launch import tl, triton
+from .launch import jit, tl
 
 
 @dataclass(frozen=True)
@@ -56,59 +56,56 @@ def reference(
     return GateResult(score, total, active, active.flatten() if cells is None else active.flatten()[cells])
 
 
-if triton is not None:
+@jit
+def _gate_rows(
+    element,  # [TM]
+    row,  # [TM]
+    live,  # [TM] bool
+    cells,  # [R] or None: rows are in their cells
+    total,  # [B, N]
+    active,  # [B, N]
+    scale,  # []
+    offset,  # []
+    shift,  # [B] or None
+    score_out,  # [B, N]
+    total_out,  # [B, N]
+    active_out,  # [B, N]
+    active_rows_out,  # [R]
+    threshold,
+    slots,
+    first,
+):
+    """The gate of some live rows."""
+    cell = row
+    if cells is not None:
+        cell = tl.load(cells + row, mask=live, other=0)
+    logit = tl.load(scale).to(tl.float32) * element + tl.load(offset).to(tl.float32)
+    if shift is not None:
+        logit += tl.load(shift + cell // slots, mask=live, other=0.0)
+    stays = tl.load(active + cell, mask=live, other=0) != 0
+    score = tl.where(stays, tl.sigmoid(logit), 0.0)
+    counts = cell % slots >= first
+    sum = tl.load(total + cell, mask=live, other=0.0) + tl.where(counts, score, 0.0)
+    stays = stays & ((counts == 0) | ((sum >= threshold) == 0))  # NaN stays
+    tl.store(score_out + cell, score, mask=live)
+    tl.store(total_out + cell, sum, mask=live)
+    tl.store(active_out + cell, stays.to(tl.uint8), mask=live)
+    if cells is not None:
+        tl.store(active_rows_out + row, stays.to(tl.uint8), mask=live)
 
-    @triton.jit
-    def _gate_rows(
-        element,  # [TM]
-        row,  # [TM]
-        live,  # [TM] bool
-        cells,  # [R]
-        total,  # [B, N]
-        active,  # [B, N]
-        scale,  # []
-        offset,  # []
-        shift,  # [B]
-        score_out,  # [B, N]
-        total_out,  # [B, N]
-        active_out,  # [B, N]
-        active_rows_out,  # [R]
-        threshold,
-        slots,
-        first,
-        MOVED: tl.constexpr,
-        SHIFTED: tl.constexpr,
-    ):
-        """The gate of some live rows."""
-        cell = row
-        if MOVED:
-            cell = tl.load(cells + row, mask=live, other=0)
-        logit = tl.load(scale).to(tl.float32) * element + tl.load(offset).to(tl.float32)
-        if SHIFTED:
-            logit += tl.load(shift + cell // slots, mask=live, other=0.0)
-        stays = tl.load(active + cell, mask=live, other=0) != 0
-        score = tl.where(stays, tl.sigmoid(logit), 0.0)
-        counts = cell % slots >= first
-        sum = tl.load(total + cell, mask=live, other=0.0) + tl.where(counts, score, 0.0)
-        stays = stays & ((counts == 0) | ((sum >= threshold) == 0))  # NaN stays
-        tl.store(score_out + cell, score, mask=live)
-        tl.store(total_out + cell, sum, mask=live)
-        tl.store(active_out + cell, stays.to(tl.uint8), mask=live)
-        if MOVED:
-            tl.store(active_rows_out + row, stays.to(tl.uint8), mask=live)
 
-    @triton.jit
-    def _gate_cells_without_rows(
-        cell,  # [TM]
-        inside,  # [TM] bool
-        place,  # [B N]
-        total,  # [B, N]
-        score_out,  # [B, N]
-        total_out,  # [B, N]
-        active_out,  # [B, N]
-    ):
-        """Cells that have no row keep their total and are not active."""
-        empty = inside & (tl.load(place + cell, mask=inside, other=0) < 0)
-        tl.store(score_out + cell, tl.zeros_like(cell).to(tl.float32), mask=empty)
-        tl.store(total_out + cell, tl.load(total + cell, mask=empty, other=0.0), mask=empty)
-        tl.store(active_out + cell, tl.zeros_like(cell).to(tl.uint8), mask=empty)
+@jit
+def _gate_cells_without_rows(
+    cell,  # [TM]
+    inside,  # [TM] bool
+    place,  # [B N]
+    total,  # [B, N]
+    score_out,  # [B, N]
+    total_out,  # [B, N]
+    active_out,  # [B, N]
+):
+    """Cells that have no row keep their total and are not active."""
+    empty = inside & (tl.load(place + cell, mask=inside, other=0) < 0)
+    tl.store(score_out + cell, tl.zeros_like(cell).to(tl.float32), mask=empty)
+    tl.store(total_out + cell, tl.load(total + cell, mask=empty, other=0.0), mask=empty)
+    tl.store(active_out + cell, tl.zeros_like(cell).to(tl.uint8), mask=empty)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Weighted attention without the attention matrix: what `attention.weighted` computes, and its gradients, in Triton.
 
 Shapes: B images, H heads, M queries, N keys, d head width; q, out [B, H, M, d], k, v [B, H, N, d], w [B, N] float32
@@ -18,27 +18,20 @@ beyond M or N read as zeros, and zeros add nothing. Logits are kept in units of 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the module still imports; `usable` says no
-    triton = tl = None
+from . import launch
+from .launch import jit, power_of_two, tl, triton
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels then run on CPU tensors, slowly
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_jit: Callable[[Callable[..., Any]], Any] = (lambda f: f) if triton is None else triton.jit
 
 
 def usable(t: Tensor) -> bool:
     """Whether the kernels can run on such q, k or v."""
-    return triton is not None and (t.is_cuda or _INTERPRETED) and t.dtype in _DTYPES and t.shape[-1] <= 128
+    return launch.usable(t.device) and t.dtype in _DTYPES and t.shape[-1] <= 128
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, own: bool = True) -> Tensor:
@@ -47,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, own: bool = Tr
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------
-@_jit
+@jit
 def _load(base, rows, stride, count, D: tl.constexpr, WIDTH: tl.constexpr):
     """[rows, WIDTH] of a matrix with `count` rows and D columns, zeros beyond."""
     columns = tl.arange(0, WIDTH)[None, :]
@@ -55,14 +48,14 @@ def _load(base, rows, stride, count, D: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(base + rows[:, None].to(tl.int64) * stride + columns, mask=inside, other=0.0)
 
 
-@_jit
+@jit
 def _store(base, rows, stride, count, values, D: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)[None, :]
     inside = (rows[:, None] < count) & (columns < D)
     tl.store(base + rows[:, None].to(tl.int64) * stride + columns, values.to(base.dtype.element_ty), mask=inside)
 
 
-@_jit
+@jit
 def _place(H, count, BLOCK: tl.constexpr):
     """Of this program: image, head, and its rows of `count`."""
     blocks = tl.cdiv(count, BLOCK)
@@ -72,14 +65,14 @@ def _place(H, count, BLOCK: tl.constexpr):
     return (grid // H).to(tl.int64), (grid % H).to(tl.int64), rows
 
 
-@_jit
+@jit
 def _share(logit, log_z, w):
     """p = exp(s) / Z, bounded where the key is absent."""
     excess = logit - log_z
     return tl.exp2(tl.where(w > 0, excess, tl.minimum(excess, 0.0)))
 
 
-@_jit
+@jit
 def _forward_kernel(
     q, k, v, w, out, log_z,
     q_image, q_head, q_row, k_image, k_head, k_row, v_image, v_head, v_row,
@@ -114,7 +107,7 @@ def _forward_kernel(
     _store(out + (image * M * H + head) * D, rows, H * D, M, sums / total[:, None], D, WIDTH)
 
 
-@_jit
+@jit
 def _query_kernel(
     q, k, v, w, out, log_z, g, dq, delta,
     q_image, q_head, q_row, k_image, k_head, k_row, v_image, v_head, v_row, g_image, g_head, g_row,
@@ -144,7 +137,7 @@ def _query_kernel(
     _store(dq + (image * M * H + head) * D, rows, H * D, M, sums * scale, D, WIDTH)
 
 
-@_jit
+@jit
 def _key_kernel(
     q, k, v, w, log_z, g, delta, dk, dv, dw,
     q_image, q_head, q_row, k_image, k_head, k_row, v_image, v_head, v_row, g_image, g_head, g_row,
@@ -184,7 +177,7 @@ def _key_kernel(
 def _plan(t: Tensor, backward: bool) -> dict[str, Any]:
     """Constants of a launch: head width, arithmetic, tile sizes for bf16 tensor cores (fp32 runs on smaller tiles)."""
     d = t.shape[-1]
-    width = max(16, 1 << (d - 1).bit_length())
+    width = power_of_two(d)
     exact = t.dtype == torch.float32
     rows = 32 if exact else 64 if backward or width > 64 else 128
     return {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..kernels import attention, attention_scores, ragged_attention
+from ..kernels import attention, attention_scores, ragged_attention, scores_and_keys
 from ..kernels.launch import run_on
 from .base import Layout, same_count, take, widened
 from .similarity import Cosines, Match, Similarity, SimilarityOnDevice, mean_key
@@ -105,7 +105,7 @@ class Gathered(Layout):
         """[B + 1] where each image's rows begin."""
         n = self.places.shape[1]
         if n not in self._starts:
-            self._starts[n] = torch.arange(0, self.batch * n + 1, n, device=self.places.device, dtype=torch.int32)
+            self._starts[n] = n * torch.arange(self.batch + 1, device=self.places.device, dtype=torch.int32)
         return self._starts[n]
 
     def row_slots(self) -> Tensor:
@@ -136,10 +136,8 @@ class Gathered(Layout):
         if not self.places.shape[1]:
             return self.active.float()
         if run_on(q):
-            look, weight = (
-                attention_scores.class_row if queries == "class" else attention_scores.received,
-                self._row_weight(),
-            )
+            look = scores_and_keys.class_row if queries == "class" else attention_scores.received
+            weight = self._row_weight()
             flat = None if weight is None else weight.flatten()
             row = look(q.flatten(0, 1), k.flatten(0, 1), self._offsets(), self.places.shape[1], flat)
             row = self.to_grid(row.view(self.places.shape))
@@ -151,14 +149,15 @@ class Gathered(Layout):
         return self.to_grid(attention.probabilities(q, k, weight).mean((1, 2)))
 
     def similarity(self, k: Tensor) -> Similarity:
+        cells = torch.arange(self.batch, device=k.device)[:, None] * self.slots + self.places
         if run_on(k):
-            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.active)
-        image = torch.arange(self.batch, device=k.device)[:, None]
-        return Cosines([(mean_key(k), image * self.slots + self.places)], self.active)
+            return SimilarityOnDevice(k.flatten(0, 1), cells.flatten().int(), self._offsets(), self.active)
+        return Cosines([(mean_key(k), cells)], self.active)
 
     def match(self, k: Tensor) -> Match:
         if run_on(k):
-            return SimilarityOnDevice(k.flatten(0, 1), self.places, None, self.active)
+            cells = torch.arange(self.batch, device=k.device)[:, None] * self.slots + self.places
+            return SimilarityOnDevice(k.flatten(0, 1), cells.flatten().int(), self._offsets(), self.active)
         return super().match(k)
 
     def alive_rows(self) -> Tensor:

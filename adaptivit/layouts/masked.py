@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
 from ..kernels import attention
+from ..kernels.constants import steps
 from ..kernels.launch import run_on
 from .base import Layout, widened
 from .similarity import Cosines, Similarity, SimilarityOnDevice, mean_key
@@ -121,8 +122,8 @@ class Masked(Layout):
 
     def similarity(self, k: Tensor) -> Similarity:
         if k.requires_grad and run_on(k):  # training; as the reference, masked stays what PyTorch computes
-            slots = torch.arange(self.slots, device=k.device).expand(self.alive.shape)
-            return SimilarityOnDevice(k.flatten(0, 1), slots, None, self.active)
+            cells, offsets = (steps(k, self.alive.numel() + end, step) for end, step in ((0, 1), (1, self.slots)))
+            return SimilarityOnDevice(k.flatten(0, 1), cells, offsets, self.active)
         cells = torch.arange(self.alive.numel(), device=k.device).view(self.alive.shape)
         return Cosines([(mean_key(k), cells)], self.active)
 

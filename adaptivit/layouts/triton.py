@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..decision import Drop, Merge, Skip
-from ..kernels import attention, attention_scores, pack_index, ragged_attention
+from ..kernels import attention, attention_scores, constants, ragged_attention, scores_and_keys
 from ..kernels.launch import KernelRows, Log2, run_on
 from ..kernels.merge import merge
-from ..kernels.scores_and_keys import looks
-from ..kernels.unskip import back
+from ..kernels.pack_index import pack_index
+from ..kernels.unskip import unskip
 from .base import Layout, RowSchedule, same_count
 from .similarity import Match, Similarity, SimilarityOnDevice
 
@@ -27,16 +27,16 @@ class PackedOnDevice(Layout):
     name = "packed"
     _held: Tensor  # [R, D] rows, moved or still to be moved
     _index: Tensor | None  # [R] where each row is now, while a move is pending
-    full = staticmethod(pack_index.filled)
+    full = staticmethod(constants.filled)
 
     def __init__(self, x: Tensor, head_tokens: int, plan: RowSchedule | None = None) -> None:
         super().__init__(x, head_tokens)
         batch, slots, width = x.shape
         self.plan = RowSchedule() if plan is None else plan
         self.put(x.reshape(batch * slots, width))
-        self.cells = pack_index.steps(x, batch * slots, 1)
+        self.cells = constants.steps(x, batch * slots, 1)
         self.place = self.cells
-        self.offsets = pack_index.steps(x, batch * slots + 1, slots)
+        self.offsets = constants.steps(x, batch * slots + 1, slots)
         self._counted = False  # some rows are behind the live ones
         self._thin = False  # some rows are of tokens that have left
         self._moved = False  # rows are not where the grid has them
@@ -78,7 +78,7 @@ class PackedOnDevice(Layout):
         return None
 
     def _select(self, stay: Tensor, count: int | None) -> None:
-        self.place, self.cells, self.offsets, index = pack_index.order(stay, self.place, self._room(stay, count))
+        self.place, self.cells, self.offsets, index = pack_index(stay, self.place, self._room(stay, count))
         self._index = index if self._index is None else self._index[index]
         self._counted = self._moved = True
         self._thin = False
@@ -114,7 +114,7 @@ class PackedOnDevice(Layout):
             return
         rows, cells, place, offsets, kind, gate = self._aside
         count = offsets[-1:] if kind[0] else None
-        self.put(back(rows, cells, self.rows, self.place, gate, count))
+        self.put(unskip(rows, cells, self.rows, self.place, gate, count))
         self.cells, self.place, self.offsets = cells, place, offsets
         self._known = self._sizes = None
         self._counted, self._thin, self._moved = kind
@@ -179,7 +179,7 @@ class PackedOnDevice(Layout):
         return torch.where(self.active.any(-1)[:, None, None], out, empty)
 
     def attention_rows(self, q: Tensor, k: Tensor, queries: str) -> Tensor:
-        look = attention_scores.class_row if queries == "class" else attention_scores.received
+        look = scores_and_keys.class_row if queries == "class" else attention_scores.received
         there = self.active[:, :1] if queries == "class" else None
         row = self.to_grid(look(q, k, self.offsets, self.longest, self._row_weight()))
         return row if there is None else row * there
@@ -190,10 +190,10 @@ class PackedOnDevice(Layout):
     def class_row_and_similarity(self, q: Tensor, k: Tensor) -> tuple[Tensor, Similarity]:
         if not run_on(q) or not self.longest:
             return super().class_row_and_similarity(q, k)
-        row, units = looks(q, k, self.cells, self.offsets, self.longest, self._row_weight(), self.slots)
-        return self.to_grid(row) * self.active[:, :1], SimilarityOnDevice(
-            k, self.cells, self.offsets, self.active, units
-        )
+        given = (q, k, self.cells, self.offsets, self.longest, self._row_weight(), self.slots)
+        row, units = scores_and_keys.class_row_and_unit_keys(*given)
+        similarity = SimilarityOnDevice(k, self.cells, self.offsets, self.active, units)
+        return self.to_grid(row) * self.active[:, :1], similarity
 
     def match(self, k: Tensor) -> Match:
         return SimilarityOnDevice(k, self.cells, self.offsets, self.active)

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..decision import Merge
 from ..errors import UserError
 from ..kernels import merge
-from ..kernels.topk import top
+from ..kernels.topk import topk
 from ..layouts import Similarity
 
-__all__ = ["check_blocks", "join", "merge_leaving", "thirds", "top"]
+__all__ = ["check_blocks", "join", "merge_leaving", "thirds", "topk"]
 
 
 def check_blocks(name: str, blocks: Iterable[int], low: int, layers: int) -> None:
@@ -36,7 +36,7 @@ def join(into: Tensor, size: Tensor, present: Tensor, merge_weight: Tensor | Non
 
     The means are weighted by `merge_weight` [B, N], by default the sizes.
     """
-    scale, size = merge.join(into, size, present, merge_weight)
+    scale, size = merge.mean_weights(into, size, present, merge_weight)
     return Merge(into, scale, size)
 
 

@@ -23,7 +23,7 @@ from ..cost import Shape
 from ..decision import Decision, Drop
 from ..utils.batch_rng import draw
 from .base import FIXED, Policy
-from .common import check_blocks, merge_leaving, thirds, top
+from .common import check_blocks, merge_leaving, thirds, topk
 from .records import DynamicViTSettings
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class DynamicViT(Policy):
             count = min(
                 max(1, int(self.ratios[stage] * total)), int(state.decision.shape[1]) - self.shape.num_prefix_tokens
             )
-            leaving = top(log_p[..., 0], patches, count, rest=True)
+            leaving = topk(log_p[..., 0], patches, count, rest=True)
             state.decision = (patches & ~leaving).float()
             count += self.shape.num_prefix_tokens
         state.kept.append(state.decision.sum(-1) / total)

@@ -19,7 +19,7 @@ from ..cost import Shape
 from ..decision import Decision, Drop, Merge
 from ..errors import UserError
 from .base import FIXED, Policy
-from .common import check_blocks, thirds, top
+from .common import check_blocks, thirds, topk
 from .records import EViTSettings
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class EViT(Policy):
             return None
         score, patches = ctx.evidence["class_row"], ctx.patches
         ctx.record_scores(score, ctx.layer + 1)
-        leaving = top(score, patches, after, rest=True)
+        leaving = topk(score, patches, after, rest=True)
         if not self.settings.fuse:
             state.append(after)
             return Drop(leaving, tokens_left=after + self.shape.num_prefix_tokens)

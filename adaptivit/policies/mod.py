@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..cost import Shape
 from ..decision import Skip
 from .base import FIXED, Policy
-from .common import check_blocks, top
+from .common import check_blocks, topk
 from .records import MoDSettings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def skip(score: Tensor, ctx: BlockContext, capacity: float, gate: Tensor | None 
     """The answer of a routed block: the ceil(C N) best take part, prefix tokens first."""
     prefix, slots = ctx.shape.num_prefix_tokens, ctx.present.shape[1]
     count = max(math.ceil(capacity * slots), prefix)
-    return Skip(top(score, ctx.patches, count - prefix, rest=True), gate=gate, tokens_left=count)
+    return Skip(topk(score, ctx.patches, count - prefix, rest=True), gate=gate, tokens_left=count)
 
 
 class MoD(Policy):

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cost import Shape
 from ..decision import Merge
 from ..errors import UserError
-from ..kernels.bipartite_match import pairs
+from ..kernels.bipartite_match import bipartite_match
 from .base import FIXED, Policy
 from .common import join
 from .records import ToMeSettings
@@ -85,7 +85,7 @@ class ToMe(Policy):
         if "keep_scores" in ctx.aux:
             unranked = torch.full(ctx.present.shape, float("nan"), device=best.device)
             ctx.record_scores(unranked.scatter(1, a, -best.float()), ctx.layer + 1)
-        into, state.order = pairs(best, partner, order, ctx.present, r, prefix)
+        into, state.order = bipartite_match(best, partner, order, ctx.present, r, prefix)
         merge = join(into, state.size, ctx.present)
         assert merge.size is not None
         state.size = merge.size

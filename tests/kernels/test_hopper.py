@@ -1,6 +1,7 @@
 """The kernels compile for a GPU that is not here (sm_90), and as many programs fit on a multiprocessor as are meant to.
 
-The interpreter runs what Triton's compiler might refuse; this does not run anything.
+Operations launch their kernels as on a GPU, but a launch only compiles: the interpreter runs what Triton's compiler
+might refuse. Tensors are as large as in a pass of DeiT-S, but no memory is written.
 """
 
 from __future__ import annotations
@@ -8,194 +9,203 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from adaptivit.kernels import (
+    attention_scores,
+    bipartite_match,
+    constants,
     launch,
     linear,
     merge,
     merge_assign,
     nearest_token,
+    norm,
     norm_linear,
+    pack_index,
+    patch_embed,
     ragged_attention,
     scores_and_keys,
     topk,
     unskip,
+    weighted_attention,
 )
+from adaptivit.kernels.launch import KernelRows
+from adaptivit.kernels.merge_score import MergeScore
+from adaptivit.kernels.threshold_gate import ThresholdGate
 
 pytestmark = pytest.mark.skipif(launch.triton is None, reason="needs Triton")
 compiles = pytest.mark.skipif(launch.INTERPRETED, reason="runs in a process of its own")
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each program for itself
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = (BF16, F32)
+SLOTS, WIDTH, HEADS = 197, 384, 6
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-    """Arguments without a type are constants."""
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that were compiled, the newest last."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver, jit
 
-    assert set(kernel.arg_names) == set(types) | set(constants)
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    target = GPUTarget("cuda", 90, 32)
-    aligned = [name for name in types if name.endswith(("_pointer", "_stride"))]  # as they are in a pass
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, places, attributes)
-    return launch.triton.compile(source, target=target, options=options or None)
-
-
-def shared_memory(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
-    """Compile; bytes of shared memory of a program."""
-    return int(compiled(kernel, types, constants, **options).metadata.shared)
-
-
-# product: width out, depth, and what it does beside multiplying
-PRODUCTS = {
-    "qkv": (1152, 384, {}),
-    "fc1": (1536, 384, {"GELU": True}),
-    "fc2": (384, 1536, {"RESIDUAL": True}),
-}
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("name", "rows"), [*((name, 6304) for name in PRODUCTS), *(("fc2", rows) for rows in (1, 197, 50432))]
-)
-def test_products(name: str, rows: int) -> None:
-    """DeiT-S at batch 32, 256 and 1, bfloat16. (With few rows nothing is measured, but it could be.)"""
-    width, depth, does = PRODUCTS[name]
-    tile = linear.tile_for(rows, width, "RESIDUAL" in does, depth=depth)
-    part = f"tensordesc<bf16[{tile.m}, {tile.n // tile.parts}]>"
-    types = {"x_tile": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "w_tile": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
-    types |= {"out_tile": part, "residual_tile": part, "bias_pointer": "*bf16", "scale_pointer": "*bf16"}
-    types |= {"rows_pointer": "*i32", "room": "i32"}
-    off = ("GELU", "SCALE", "RESIDUAL", "EXACT")
-    constants: dict[str, Any] = dict.fromkeys(off, False) | {"BIAS": True, "COUNTED": True, "PRECISION": "tf32"}
-    constants |= {"N": width, "K": depth, "TM": tile.m, "TN": tile.n, "TK": tile.k, "PARTS": tile.parts}
-    made = compiled(linear._linear_kernel, types, constants | does, num_warps=tile.warps, num_stages=tile.stages)
-    assert max(tile.residents, 1) * (made.metadata.shared + RESERVED) <= SHARED
-    assert "cvt.rn.bf16x2.f32" in made.asm["ptx"]
-    assert "cvt.rn.bf16.f32" not in made.asm["ptx"], "rounds one number at a time, which is slow"
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("dtype", "rows"), [*((dtype, 197) for dtype in NAMES), *((torch.bfloat16, n) for n in (1, 50))]
-)
-def test_a_product_with_a_gate(dtype: torch.dtype, rows: int) -> None:
-    """DeiT-S's fc1 with few rows, moved."""
-    tile, (left, right) = norm_linear.tile_for(rows, 1536, dtype), norm_linear.split(384) or (0, 0)
-    given = ("x", "norm_weight", "norm_bias", "weight", "bias", "out", "kept", "scale", "offset")
-    types = {f"{name}_pointer": f"*{NAMES[dtype]}" for name in given} | dict.fromkeys(
-        ("active_pointer", "active_out", "active_rows_out"), "*u8"
+    found: list[Any] = []
+    target = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
     )
-    types |= {f"{name}_pointer": "*i32" for name in ("index", "rows", "cells", "place")}
-    types |= dict.fromkeys(("element_pointer", "total_pointer", "shift_pointer", "score_out", "total_out"), "*fp32")
-    types |= dict.fromkeys(("room", "probe", "slots", "first_slot"), "i32") | {"eps": "fp32", "threshold": "fp32"}
-    flags = ("MOVES", "COUNTED", "PROBED", "BIAS", "GELU", "GATED", "MOVED", "SHIFTED")
-    constants: dict[str, Any] = {"C": 1536, "LEFT": left, "RIGHT": right, **dict.fromkeys(flags, True)}
-    constants |= {"TM": tile.m, "TN": tile.n, "EXACT": dtype == torch.float32}
-    constants["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
-    assert shared_memory(norm_linear._norm_linear_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
+    monkeypatch.setattr(driver, "_active", target)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(launch, "on_cpu", True)
+    compiles = lambda self, grid: lambda *a, **k: found.append(self.run(*a, grid=grid, warmup=True, **k))  # noqa: E731
+    monkeypatch.setattr(jit.JITFunction, "__getitem__", compiles)
+    return found
+
+
+def room(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    return room(*shape, dtype=torch.int32)
+
+
+def flags(*shape: int) -> Tensor:
+    return room(*shape, dtype=torch.bool)
+
+
+def floats(*shape: int) -> Tensor:
+    return room(*shape, dtype=F32)
+
+
+def fits(kernel: Any, programs: int = 1) -> bool:
+    return bool(programs * (kernel.metadata.shared + RESERVED) <= SHARED)
+
+
+# product: width out, depth
+PRODUCTS = {"qkv": (1152, 384), "fc1": (1536, 384), "fc2": (384, 1536)}
 
 
 @compiles
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize(("dtype", "images"), [*((dtype, 1) for dtype in NAMES), (torch.bfloat16, 32)])
-def test_rows_that_meet_and_come_back(dtype: torch.dtype, equal: bool, images: int) -> None:
-    rows = f"*{NAMES[dtype]}"
-    exact = dtype == torch.float32
-    integers = ("before", "counts", "place", "cells", "offsets", "index", "source", "target", "number")
-    types = {f"{name}_pointer": "*i32" for name in integers} | {"rows_pointer": rows, "out_pointer": rows}
-    types |= {f"{name}_pointer": "*fp32" for name in ("own", "part", "scale", "size", "weight")}
-    types |= {"stay_pointer": "*u8", "stays_pointer": "*u8", "into_pointer": "*i64"}
-    types |= dict.fromkeys(("slots", "batch", "count"), "i32")
-    constants: dict[str, Any] = {"D": 384, "TC": merge.PIECE, "EXACT": exact}
-    tile = merge.tile_for(images)
-    constants |= {"TM": tile.m, "TL": tile.joining}
-    constants |= {"WIDE": 256, "IMAGES": 1, "COUNTED": False, "EQUAL": equal, "MEETS": True, "SIZED": True}
-    constants |= {"ORDERS": tile.orders, "IMAGES": 1 if equal else images, "COUNTED": not equal}
-    constants["PRECISION"] = "ieee" if exact else "tf32"
-    options = {"num_warps": tile.warps} | ({} if exact else {"maxnreg": merge.REGISTERS})
-    assert shared_memory(merge._merge_kernel, types, constants, **options) + RESERVED <= SHARED
-    types = {f"{name}_pointer": "*i32" for name in ("cells", "place", "count")} | {"room": "i32"}
-    types |= {f"{name}_pointer": rows for name in ("rows", "moved", "out")}
-    types |= {"gate_pointer": "*fp32"}
-    constants = {"D": 384, "WIDE": 512, "TM": 4, "GATED": True, "COUNTED": True}
-    shared_memory(unskip._back_kernel, types, constants)
+@pytest.mark.parametrize(("name", "rows"), [*((n, 6304) for n in PRODUCTS), *(("fc2", n) for n in (1, 197, 50432))])
+@torch.inference_mode()
+def test_products(name: str, rows: int, made: list[Any]) -> None:
+    """DeiT-S at batch 32, 256 and 1, bfloat16."""
+    width, depth = PRODUCTS[name]
+    residual = room(rows, width) if name == "fc2" else None
+    weights = (room(width, depth), room(width), residual)
+    linear.linear(room(rows, depth), *weights, rows=ints(1), gelu=name == "fc1", expected=rows)
+    tile = linear.tile_for(rows, width, residual is not None, depth=depth)
+    assert fits(made[-1], max(tile.residents, 1))
+    assert "cvt.rn.bf16x2.f32" in made[-1].asm["ptx"]
+    assert "cvt.rn.bf16.f32" not in made[-1].asm["ptx"], "rounds one number at a time, which is slow"
 
 
 @compiles
-@pytest.mark.parametrize(("images", "width"), [(32, 64), (256, 64), (32, 80), (32, 256)])
-@pytest.mark.parametrize("ranked", [True, False])
-def test_patches_that_fold(ranked: bool, images: int, width: int) -> None:
-    """197 tokens."""
-    types = {f"{name}_pointer": "*u8" for name in ("patches", "here", "leaving")}
-    types |= {f"{name}_pointer": "*fp32" for name in ("score", "alike", "size", "merge_weight", "scale", "after")}
-    types |= {"left_pointer": "*i32"}
-    types |= {"units_pointer": "*fp16", "into_pointer": "*i64", "list_pointer": "*i32", "slots": "i32", "count": "i32"}
-    types |= {"power": "fp32", "value": "fp32"}
-    wide = launch.power_of_two(width)
-    tile = merge_assign.tile_for(256, images, wide)
-    constants = {"d": width, "WIDE": wide, "ALL": 256, "RANKED": ranked, "SUMS": True, "SAYS": True}
-    constants |= {"TM": tile.m, "TN": tile.n, "PART": tile.part}
-    constants |= dict.fromkeys(("WORTH", "LIKENESS", "POWER_HALF", "VALUE_HALF"), ranked)
-    assert shared_memory(merge_assign._meet_kernel, types, constants, num_warps=tile.warps) + RESERVED <= SHARED
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 197), (F32, 197), (BF16, 1)])
+@torch.inference_mode()
+def test_norms_with_a_gate(dtype: torch.dtype, rows: int, made: list[Any]) -> None:
+    """DeiT-S's fc1 with few rows, moved; and its norm alone."""
+    given = KernelRows(room(SLOTS, WIDTH, dtype=dtype), ints(SLOTS), ints(1), rows)
+    gain, offset, w, b = (room(*shape, dtype=dtype) for shape in ((WIDTH,), (WIDTH,), (1536, WIDTH), (1536,)))
+    gate = ThresholdGate(gain[0], gain[1], floats(1, 1), 0.99, 1, floats(1, SLOTS), flags(1, SLOTS))
+    norm_linear.norm_linear(given, gain, offset, 1e-6, w, b, 5, True, 1536, gate, (ints(SLOTS), ints(SLOTS)))
+    norm.norm(given, gain, offset, 1e-6, w[5], b[5:6])
+    assert len(made) == 2
+    assert all(fits(kernel) for kernel in made)
 
 
 @compiles
-@pytest.mark.parametrize("weighted", [0, 1, 2])
-def test_what_folding_looks_at(weighted: int) -> None:
-    types = {"q_pointer": "*bf16", "k_pointer": "*bf16", "weight_pointer": ("*bf16", "*u8", "*fp32")[weighted]}
-    types |= {"cells_pointer": "*i32", "offsets_pointer": "*i32", "row_pointer": "*fp32", "units_pointer": "*fp16"}
-    types |= dict.fromkeys(("batch", "slots", "row_stride", "head_stride"), "i32") | {"scale": "fp32"}
-    constants = {"HEADS": 6, "d": 64, "WIDE": 64, "LONGEST": 256, "CHUNK": 32, "TM": 32, "WEIGHTED": weighted}
-    shared_memory(scores_and_keys._looks_kernel, types, constants, num_warps=8)
+@pytest.mark.parametrize("count", [None, 150])
+@pytest.mark.parametrize(("dtype", "images"), [*((dtype, 1) for dtype in DTYPES), (BF16, 32)])
+@torch.inference_mode()
+def test_rows_that_move(dtype: torch.dtype, images: int, count: int | None, made: list[Any]) -> None:
+    """Packed, merged, put back."""
+    rows, place, grid = room(images * SLOTS, WIDTH, dtype=dtype), ints(images * SLOTS), (images, SLOTS)
+    pack_index.pack_index(flags(*grid), place, count)
+    target, numbers = room(*grid, dtype=torch.long), floats(*grid)
+    for left in (None, ints(images)):
+        merge.merge(rows, flags(*grid), target, numbers, place, count, numbers, left)
+    merge.mean_weights(target, numbers, flags(*grid))
+    unskip.unskip(rows, place, rows, place, numbers, ints(1))
+    assert all(fits(kernel) for kernel in made)
 
 
 @compiles
-@pytest.mark.parametrize("what", [nearest_token.NEAREST, nearest_token.MATCH])
-def test_who_is_most_alike(what: int) -> None:
-    names = ("slots", "tiles", "least", "n", "m", "one_image", "one_stride", "two_image", "two_stride")
-    types = dict.fromkeys(names, "i32") | {"units_pointer": "*fp16", "value_pointer": "*fp32", "slot_pointer": "*i64"}
-    types |= {"offsets_pointer": "*i32", "one_pointer": "*i32", "two_pointer": "*i32"}
-    types |= {"among_pointer": "*u8", "here_pointer": "*u8"}
-    for broad, stages in (nearest_token.MANY, nearest_token.FEW):
-        constants = {
-            "d": 64,
-            "WIDE": 64,
-            "TM": nearest_token.TALL,
-            "TN": broad,
-            "WHAT": what,
-            "RAGGED": what == nearest_token.NEAREST,
-        }
-        shared_memory(nearest_token._closest_kernel, types, constants, num_warps=nearest_token.WARPS, num_stages=stages)
+@pytest.mark.parametrize(("images", "width"), [(32, 64), (256, 64), (32, 256)])
+@torch.inference_mode()
+def test_patches_that_merge(images: int, width: int, made: list[Any]) -> None:
+    grid, units = (images, SLOTS), room(images * SLOTS, 2, width, dtype=torch.float16)
+    patches, size = flags(*grid), floats(*grid)
+    for weight, leaving, score in ((size, patches, None), (None, None, MergeScore(size, size, 0.5, 0.5))):
+        merge_assign.merge_assign(units, patches, patches, size, weight, leaving, score, 100)
+        assert fits(made[-1])
 
 
 @compiles
-@pytest.mark.parametrize("weighted", [0, 1, 2])
+@pytest.mark.parametrize("few", [True, False])
+@torch.inference_mode()
+def test_most_similar_tokens(few: bool, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearest_token, "multiprocessors", lambda device: 132 if few else 1)
+    units, grid = room(32 * SLOTS, 2, 64, dtype=torch.float16), (32, SLOTS)
+    nearest_token.nearest(units, ints(32 * SLOTS), ints(33), flags(*grid), flags(*grid))
+    order = room(*grid, dtype=torch.long)
+    best, partner = nearest_token.match(units, order[:, ::2], order[:, 1::2], SLOTS, 1)
+    for prefix in (0, 1):
+        bipartite_match.bipartite_match(best, partner, order, flags(*grid), 13, prefix)
+    topk.topk(floats(*grid), flags(*grid), 100)
+    topk.topk(floats(*grid), flags(*grid), 100, rest=True)
+    assert all(fits(kernel) for kernel in made)
+
+
+def weights(rows: int) -> dict[str, Any]:
+    return {"none": None, "bool": flags(rows), "sizes": launch.Log2(floats(rows))}
+
+
+@compiles
 @pytest.mark.parametrize(
-    ("longest", "images", "typical"), [(197, 256, 197), (197, 32, 197), (197, 32, 118), (577, 64, 577)]
+    ("kind", "longest", "images", "typical"),
+    [
+        *((kind, 197, 32, 197) for kind in ("none", "bool", "sizes")),
+        *(("bool", 197, 256, 197), ("bool", 197, 32, 118), ("sizes", 577, 64, 577), ("none", 197, 256, 197)),
+    ],
 )
-def test_attention(longest: int, images: int, typical: int, weighted: int) -> None:
-    tm, tn, warps, stages = ragged_attention.tile_for(longest, 64, torch.bfloat16, images, typical, weighted > 0)
-    rows = dict.fromkeys(("q_pointer", "k_pointer", "v_pointer", "out_pointer"), "*bf16")
-    types = rows | {"weight_pointer": ("*bf16", "*u8", "*fp32")[weighted], "offsets_pointer": "*i32"}
-    types |= {"row_stride": "i32", "head_stride": "i32", "scale": "fp32"}
-    constants = {"HEADS": 6, "d": 64, "WIDE": 64, "TM": tm, "TN": tn, "WEIGHTED": weighted, "PRECISION": "tf32"}
-    made = compiled(ragged_attention._attend_kernel, types, constants, num_warps=warps, num_stages=stages)
-    assert 2 * (made.metadata.shared + RESERVED) <= SHARED
-    assert "cp.async.cg.shared.global" in made.asm["ptx"], "loads are not under way while others are used"
+@torch.inference_mode()
+def test_attention(kind: str, longest: int, images: int, typical: int, made: list[Any]) -> None:
+    q, k, v = room(images * longest, 3, HEADS, 64).unbind(1)
+    offsets, weight = ints(images + 1), weights(images * longest)[kind]
+    ragged_attention.attend(q, k, v, offsets, longest, weight, typical)
+    assert fits(made[-1], 2)
+    assert "cp.async.cg.shared.global" in made[-1].asm["ptx"], "loads are not under way while others are used"
+    if images == 32:
+        scores_and_keys.class_row_and_unit_keys(q, k, ints(len(q)), offsets, longest, weight, longest)
+        attention_scores.received(q, k, offsets, longest, weight)
+        assert all(fits(kernel) for kernel in made)
 
 
 @compiles
-def test_the_best() -> None:
-    types = {"score_pointer": "*fp32", "among_pointer": "*u8", "out_pointer": "*u8"}
-    types |= dict.fromkeys(("score_stride", "among_stride", "slots", "count"), "i32")
-    shared_memory(topk._top_kernel, types, {"TM": 16, "TN": 256, "REST": True})
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_training(dtype: torch.dtype, made: list[Any]) -> None:
+    q, k, v = (room(8, SLOTS, HEADS, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    out = weighted_attention.attention(q, k, v, floats(8, SLOTS).requires_grad_())
+    out.sum().backward()
+    assert len(made) == 3
+    assert all(fits(kernel) for kernel in made)
+
+
+@compiles
+@torch.inference_mode()
+def test_what_begins_and_ends_a_pass(made: list[Any]) -> None:
+    images, kernel = room(32, 3, 224, 224), room(WIDTH, 768)
+    patch_embed.patch_embed(images, kernel, room(WIDTH), room(196, WIDTH), room(1, WIDTH), 16, 16)
+    constants.stacked([flags(1, SLOTS) for _ in range(12)])
+    assert len(made) == 2
+    assert all(fits(kernel) for kernel in made)
 
 
 @pytest.mark.skipif(not launch.INTERPRETED, reason="the tests above run in this process")

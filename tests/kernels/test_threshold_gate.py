@@ -17,7 +17,7 @@ from adaptivit.layouts import PackedOnDevice, RowSchedule
 from adaptivit.policies.aht import AHT
 from tests.support.fused import CONFIG, HALTING, assert_same, images_of, run
 from tests.support.interpreter import DEVICE, here
-from tests.support.kernels import NAN_WARNINGS, TOLERANCE, _poison, assert_near, double, dtypes, noise  # noqa: F401
+from tests.support.kernels import NAN_WARNINGS, TOLERANCE, assert_near, double, dtypes, noise, poison  # noqa: F401
 from tests.support.models import randomise
 
 pytestmark = NAN_WARNINGS

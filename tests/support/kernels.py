@@ -1,4 +1,4 @@
-"""What the tests of kernels share: poisoned memory, noise and comparisons."""
+"""What the tests of kernels share: memory that holds NaN, noise and comparisons."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptivit.kernels import (
-    launch,
-)
+from adaptivit.kernels import launch
+from tests.support import similar_rows
 from tests.support.interpreter import DEVICE, DTYPES
 
 # What numpy says in the interpreter of rows that hold NaN on purpose.
 NAN_WARNINGS = [
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
 ]
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # relative to the largest value
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 @pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels run, on a CPU too, and unwritten memory holds NaN (or a number far out of range)."""
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run, on a CPU too, and memory that has not been written holds NaN, or a number far out of range."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **more: Any) -> Tensor:
@@ -34,6 +35,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return made
 
+    similar_rows.seed = 0
     monkeypatch.setattr(launch, "on_cpu", True)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
@@ -60,16 +62,17 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def staying(kind: str, batch: int, slots: int, seed: int = 0) -> Tensor:
-    share = {"nobody": 0.0, "everybody": 1.1, "some": 0.5, "most": 0.95}[kind]
+    """[B, N] bool: of the middle image no token stays, unless all do."""
+    share = {"none": 0.0, "all": 1.1, "some": 0.5, "most": 0.95}[kind]
     stay = torch.rand(batch, slots, generator=torch.Generator().manual_seed(seed)) < share
-    stay[batch // 2] &= kind == "everybody"
+    stay[batch // 2] &= kind == "all"
     return stay.to(DEVICE)
-
-
-# relative to the largest value
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 def double(*given: Any) -> list[Any]:
     return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
+
+
+def check_operation(operation: Any, *given: Any) -> None:
+    """What torch.compile is told of an operation is what it returns; without poison, since outputs are compared."""
+    torch.library.opcheck(operation, given, test_utils=("test_schema", "test_faketensor"))
