@@ -211,7 +211,7 @@ def test_a_gradient_reaches_the_weights(kind: str) -> None:
 
 @here
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["fold", "aht, worth"])
+@pytest.mark.parametrize("case", ["fold", "aht_merge"])
 def test_one_launch_finds_both(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     calls, both = [], scores_and_keys.class_row_and_unit_keys
