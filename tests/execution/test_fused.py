@@ -220,8 +220,8 @@ def test_raw_scores_of_avit() -> None:
 @here
 @pytest.mark.parametrize("feature", ["received", "class_row"])
 def test_what_a_supervisor_reads(feature: str) -> None:
-    more = {"gate": "shared", "center_per_image": 0.0, "removal": "drop"}
-    model = adaptivit.create(CONFIG, "aht_merge", feature=feature, **HALTING | more)
+    more = {"gate": "shared", "center_per_image": 0.0, "removal": "drop", "gamma": 4.0, "beta": 0.5}
+    model = adaptivit.create(CONFIG, "aht_merge", feature=feature, **more)
     randomise(model.vit)
     output = check(model.to(DEVICE), images_of())
     assert not output.trace.attended.all()
