@@ -117,9 +117,9 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _check_known(config: dict[str, Any], path: Path) -> None:
-    """An error that says what to do, where a policy, a setting or a task is not one of this version's."""
+    """Refuse a policy, a setting or a task that this version does not know, with what to do."""
     saved = f"(saved by adaptivit {config.get('adaptivit', '?')}, this is {__version__})"
-    for kind, name, known in (("policy", config["policy"], policies), ("task", _task(config), tasks)):
+    for kind, name, known in (("policy", config["policy"], policies), ("task", config["task"], tasks)):
         if name not in known.names():
             raise WeightsError(
                 f"{path} names the {kind} {name!r}, which is unknown here {saved}. "
@@ -131,13 +131,9 @@ def _check_known(config: dict[str, Any], path: Path) -> None:
         raise WeightsError(f"{path} {saved}: {error} Correct it there, or use the version that saved it.") from None
 
 
-def _task(config: dict[str, Any]) -> str:
-    return config.get("task") or tasks.DEFAULT
-
-
 def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
     """What a checkpoint knows of a model beside its weights and settings."""
-    model.task, model.class_names = _task(config), config.get("class_names")
+    model.task, model.class_names = config["task"], config.get("class_names")
     model.whole = Shape(**config["whole"]) if config.get("whole") else None
     model.preprocessing = Preprocessing.from_config(config["preprocessing"])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors.torch import save as to_bytes
 
-from .. import __version__
+from .. import __version__, tasks
 from ..backbones.build import describe_backbone
 from ..errors import UserError, WeightsError
 from ..model import AdaptiveViT
@@ -173,6 +173,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise WeightsError(f"Damaged checkpoint: {path} ({type(error).__name__}: {error}).") from None
     if version > FORMAT:
         raise WeightsError(f"{directory} was saved by a newer adaptivit (format {version}); upgrade adaptivit.")
+    config["task"] = config.get("task") or tasks.DEFAULT
     if version < 3:
         _upgrade(config, path)
     return config

@@ -1,4 +1,4 @@
-"""Dense features of an adaptive ViT: one row for every patch, whoever stopped early.
+"""Dense features of an adaptive ViT: one row for every patch, also those that stopped early.
 
 Shapes: B images, N slots (prefix tokens first), P patches = h w, D width.
 """

@@ -46,7 +46,7 @@ def resampled(profile: Sequence[float], layers: int) -> list[float]:
 
 
 def drawn_trace(profile: Sequence[float], batch: int, tokens: int, seed: int, prefix: int = 1) -> Trace:
-    """A trace of one block a number, in which each patch is live in a block with the chance that the profile says.
+    """A random trace: each patch is live in a block with the probability of the profile.
 
     Counts differ from image to image. The first `prefix` tokens stay. Who has left stays away, so a profile falls.
     """

@@ -75,8 +75,7 @@ class Classification(Task):
     def align(
         self, labels: Labels, names: tuple[str, ...], outputs: int, known: Sequence[str] | None, source: str
     ) -> Labels:
-        """Matched by name where the model knows its classes, by number where the names are numbers, by order where
-        there are just as many."""
+        """Match by name where the model knows its classes, else by number where names are numbers, else by order."""
         if known is not None and set(names) <= set(known):
             number = [list(known).index(name) for name in names]
         elif known is None and all(name.isdigit() and int(name) < outputs for name in names):
