@@ -48,7 +48,7 @@ def resampled(profile: Sequence[float], layers: int) -> list[float]:
 def drawn_trace(profile: Sequence[float], batch: int, tokens: int, seed: int, prefix: int = 1) -> Trace:
     """A random trace: each patch is live in a block with the probability of the profile.
 
-    Counts differ from image to image. The first `prefix` tokens stay. Who has left stays away, so a profile falls.
+    Counts differ from image to image. The first `prefix` tokens stay. Tokens never come back, so a profile falls.
     """
     import torch
 

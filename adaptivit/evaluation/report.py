@@ -46,7 +46,7 @@ def measure(
 
 
 def flipped(model: AdaptiveViT, exact: AdaptiveViT, labelled: Labelled, device: torch.device) -> float:
-    """The share of token depths in which a model in bf16 differs from the same in fp32, on up to 64 images."""
+    """The share of token depths that differ between bf16 and fp32, on up to 64 images."""
     images = evaluation_images(labelled.spread(64), model.preprocessing, device)
     batch = next(dataset.batches(images, dataset.in_order(len(images), 64)))
     return flipped_decisions(model, exact.to(device), batch.images.to(device))

@@ -26,7 +26,6 @@ from adaptivit.training.run import Trainer
 from tests.support.commands import assert_same_weights, refused, train, weights
 from tests.support.data_sets import npz, pixels, split_folder
 from tests.support.models import shared
-from tests.support.processes import assert_close_weights, pair
 
 CPU = torch.device("cpu")
 PLAIN = Preprocessing((32, 32), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))
@@ -478,23 +477,3 @@ def test_evaluate_says_the_same_for_arrays_and_files(tmp_path: Path) -> None:
     order = [int(Path(p).stem) for p in files.items]
     there = batch(OnDevice(arrays, PLAIN, CPU), order)
     assert torch.equal(there, batch(Images(files, PLAIN.evaluation())))
-
-
-@pytest.mark.xdist_group("processes")  # as in test_distributed.py
-def test_two_processes_see_the_same_pictures_as_one(tmp_path: Path) -> None:
-    where = npz(tmp_path / "x.npz")
-    words = (
-        "--augment.on",
-        "device",
-        "--policy",
-        "static",
-        "--optim.lr",
-        1e-3,
-        "--optim.clip-grad",
-        0,
-        "--val-split",
-        0.25,
-    )
-    assert train(where, tmp_path / "one", *words) == 0
-    pair(where, tmp_path / "two", *words)
-    assert_close_weights(tmp_path / "one", tmp_path / "two")
