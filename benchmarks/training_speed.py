@@ -29,7 +29,7 @@ from adaptivit.kernels import weighted_attention
 from adaptivit.policies import spec
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.recipes import get
-from adaptivit.training.run import Trainer, _accelerator, _trainer, objective
+from adaptivit.training.run import Trainer, _accelerator, _trainer, build_objective
 from adaptivit.utils.csv import append_csv
 from adaptivit.utils.environment import commit
 from adaptivit.utils.settings import changed
@@ -110,7 +110,7 @@ def build(method: str, kind: str, batches: list[Loaded], options: argparse.Names
     if "teacher" in method:
         teacher = adaptivit.create(options.backbone, "static", num_classes=options.classes).to(accelerator.device)
         trainer.teacher = teacher.requires_grad_(False).eval()
-        trainer.objective = objective(changed(config, {"loss.distill": 1.0}))
+        trainer.objective = build_objective(changed(config, {"loss.distill": 1.0}))
     return Contender(trainer, batches)
 
 

@@ -23,7 +23,7 @@ from ..model import AdaptiveViT
 from ..policies import spec
 from ..training.config import LossConfig, OptimConfig, TrainConfig
 from ..training.optim import adamw
-from ..training.run import objective
+from ..training.run import build_objective
 from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
 from ..utils.console import Step, bars, screen_table
@@ -128,7 +128,9 @@ def _train(
 ) -> AdaptiveViT:
     model.class_names = [str(i) for i in range(10)]
     model.preprocessing = Preprocessing((SIZE, SIZE), (MEAN,) * 3, (STD,) * 3, 1.0, "bilinear")
-    trainer = Trainer(model, objective(recipe), adamw(model, recipe), recipe, Accelerator(cpu=True), model, teacher)
+    trainer = Trainer(
+        model, build_objective(recipe), adamw(model, recipe), recipe, Accelerator(cpu=True), model, teacher
+    )
     per_epoch = len(digits.train_x) // recipe.batch_size
     seen: list[float] = []
     step, total = 0, recipe.epochs * per_epoch

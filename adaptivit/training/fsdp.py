@@ -19,11 +19,11 @@ from ..utils.sharded import like, whole
 
 
 def shard(model: AdaptiveViT, device: str, processes: int) -> None:
-    """Shard a model in place. Scalars (a gate's gamma and beta) cannot be sharded and stay whole everywhere."""
+    """Shard a model in place; scalars (a gate's gamma and beta) cannot be sharded and stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # a Linear returns a view of its rows; the warning is of work in place on it, of which there is none in training
+    # a Linear returns a view of its rows; the warning is of work in place on it, which training does not do
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device, (processes,))
     for module in model.vit.blocks.modules():
@@ -36,9 +36,8 @@ def shard(model: AdaptiveViT, device: str, processes: int) -> None:
 
 
 @torch.no_grad()
-def settle(model: nn.Module) -> None:
-    """After the backward pass: what FSDP does not look after. Scalars are averaged over the processes, as it does with
-    all else, and a parameter that no loss reached has a gradient of 0, as elsewhere."""
+def finish_gradients(model: nn.Module) -> None:
+    """Average the gradients of scalars over the processes, as FSDP does with all else; 0 where no loss reached."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         if p.grad is None:
@@ -53,7 +52,7 @@ def settle(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-    """Clip the gradient of a sharded model to a norm; returns what that was."""
+    """Clip the gradient of a sharded model to a norm; returns the norm before."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = [g.to_local() for g in gradients if hasattr(g, "to_local")]
     square = torch.stack([g.float().square().sum() for g in sharded]).sum()
@@ -70,7 +69,7 @@ def clip(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """AdamW's state dict with whole tensors on the CPU; every process has to ask."""
+    """AdamW's state dict with whole tensors on the CPU; every process has to call it."""
     state = optimizer.state_dict()
     moved = {i: {k: whole(v).cpu() for k, v in values.items()} for i, values in state["state"].items()}
     return {**state, "state": moved}

@@ -11,20 +11,10 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from ..tasks.protocol import Task
+from ..utils import plotting
 from ..utils.atomic_io import write_text
 from ..utils.csv import csv_text
-from ..utils.plotting import (
-    ACCENT,
-    COLOURS,
-    INK,
-    MUTED,
-    add_axes,
-    grid,
-    headline,
-    label_axes,
-    new_figure,
-    png_bytes,
-)
+from ..utils.plotting import ACCENT, COLOURS, INK, MUTED, headline
 
 Record = dict[str, Any]
 
@@ -66,29 +56,23 @@ def draw(records: Sequence[Record], name: str, task: Task) -> bytes:
     train = [r for r in records if r["kind"] == "train"]
     validation = [r for r in records if r["kind"] == "validation"]
     width, height, left, gap_x, below, gap_y, above = 560, 300, 84, 190, 78, 190, 96
-    figure = new_figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
+    figure = plotting.new_figure(left + 2 * width + gap_x + 130, below + 2 * height + gap_y + above)
     places = [(left + (width + gap_x) * (i % 2), below + (height + gap_y) * (1 - i // 2)) for i in range(4)]
-    loss, score, depth, live = (add_axes(figure, *place, width, height) for place in places)
+    loss, score, depth, live = (plotting.add_axes(figure, *place, width, height) for place in places)
     for axes in (loss, score, depth, live):
-        grid(axes)
-        label_axes(axes, "step")
+        plotting.grid(axes)
+        plotting.label_axes(axes, "step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
     _losses(loss, train, name)
     key, metric = next(iter(task.metrics.items()))
-    _pair(
-        score,
-        train,
-        validation,
-        (task.score, key),
-        task.score.capitalize(),
-        f"{metric.unit or metric.title}, of a training batch (augmented) and of validation",
-    )
+    detail = f"{metric.unit or metric.title}, of a training batch (augmented) and of validation"
+    _pair(score, train, validation, (task.score, key), task.score.capitalize(), detail)
     last = (validation or train or [{}])[-1]
     cost = f"; {last['gmacs']:.4g} GMACs an image at the end" if "gmacs" in last else ""
     _pair(depth, train, validation, ("mean_depth", "mean_depth"), "Mean depth", f"blocks that compute a patch{cost}")
     _live(live, train)
-    return png_bytes(figure)
+    return plotting.png_bytes(figure)
 
 
 def _losses(axes: Any, train: Sequence[Record], name: str) -> None:
@@ -116,30 +100,15 @@ def _series(records: Iterable[Record], name: str) -> tuple[list[int], list[float
 def _labels(axes: Any, ends: Sequence[tuple[str, Any, list[int], list[float]]]) -> None:
     """The name of every line at its end, moved apart where they would meet."""
     axes.get_xlim(), axes.get_ylim()  # settles the scale
-    height = axes.get_window_extent().height
-    wanted = sorted(
-        (axes.transData.transform((x[-1], y[-1]))[1] - axes.get_window_extent().y0, name, colour, x[-1], y[-1])
-        for name, colour, x, y in ends
-        if x
-    )
-    step, at = 17.0, -1e9
-    room = []
-    for want, name, colour, x, y in wanted:
-        at = max(want, at + step)
-        room.append((at, name, colour, x, y))
-    over = max(0.0, (room[-1][0] - height) if room else 0.0)
-    for place, name, colour, _, _ in room:
-        axes.annotate(
-            name.replace("_", " "),
-            (1, max(place - over, 0) / height),
-            xytext=(5, 0),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center",
-            fontsize=7.5,
-            color=colour,
-            annotation_clip=False,
-        )
+    box, at, placed = axes.get_window_extent(), -1e9, []
+    last = [(axes.transData.transform((x[-1], y[-1]))[1] - box.y0, name, colour) for name, colour, x, y in ends if x]
+    for wanted, name, colour in sorted(last):
+        at = max(wanted, at + 17.0)
+        placed.append((at, name.replace("_", " "), colour))
+    style = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+    for place, name, colour in placed:
+        height = max(place - max(0.0, at - box.height), 0) / box.height
+        axes.annotate(name, (1, height), xytext=(5, 0), va="center", fontsize=7.5, color=colour, **style)
 
 
 def _pair(

@@ -1,6 +1,6 @@
 """A batch in parts: every process has a share of it, and with --run.accumulate takes that in several steps.
 
-What a loss is made of is that of the whole batch, however many parts it has; so is what is random (draws.py).
+A loss is that of the whole batch, however many parts it has; so are random draws (utils/batch_rng.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from .losses import Sums
 
 
 def rows(batch: int, part: int, parts: int, pairs: bool = False) -> list[int]:
-    """Which rows of the batch are in this part. With `pairs`, row i and row B - 1 - i, which mixup mixes, are in the
-    same part, and mirror each other there too."""
+    """Rows of the batch in this part; with `pairs`, rows i and B - 1 - i, which mixup mixes, are in the same part."""
     return [i for i in range(batch) if (min(i, batch - 1 - i) if pairs else i) % parts == part]
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Makes of the sums of a part those of the whole batch, with the gradient of the part alone.
+class GlobalBatch:
+    """Turns sums of a part into those of the whole batch, with the gradient of the part alone.
 
     Gradients of the parts are added up within a process and averaged over the processes (DDP and FSDP do so), hence
     the factor.

@@ -1,7 +1,7 @@
 """Training: from a configuration to a trained model, in one process or many (torchrun, accelerate underneath).
 
 Everything random follows from (seed, step) and (seed, epoch, image), so a resumed run needs no generator state and
-the data order continues where it was. Each process takes its share of every global batch (trainer.py).
+the data order continues where it was. Each process takes its share of every global batch (step.py).
 """
 
 from __future__ import annotations
@@ -32,47 +32,32 @@ from ..execution.compiling import compiled
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
-from . import fsdp
+from . import fsdp, losses
 from .config import TrainConfig
 from .gate_init import init_gate
-from .losses import (
-    Cost,
-    Distillation,
-    DistributionPrior,
-    Exits,
-    Expected,
-    Features,
-    Geometric,
-    KeepRatio,
-    Objective,
-    Ponder,
-    TargetDepth,
-    TaskLoss,
-)
 from .micro_batch import rows
 from .optim import Average, adamw
-from .run_dir import Meter, RunDirectory
-from .step import Seen, Trainer, judged, taught
+from .run_dir import RunDirectory, StepLog
+from .step import StepStats, Trainer, compute_losses, teacher_batch
 
 
-def objective(config: TrainConfig) -> Objective:
+def build_objective(config: TrainConfig) -> losses.Objective:
     """The loss that a configuration asks for."""
-    loss, smoothing, task = config.loss, config.augment.label_smoothing, tasks.get(config.task)
-    target, actual = loss.detach == "target", loss.detach == "actual"
-    target_depth = TargetDepth(loss.sigma, loss.mass, loss.kl, target, actual)
-    return Objective(
+    own, smoothing, task = config.loss, config.augment.label_smoothing, tasks.get(config.task)
+    target, actual = own.detach == "target", own.detach == "actual"
+    return losses.Objective(
         {
-            "task": (loss.task, TaskLoss(smoothing, task)),
-            "ponder": (loss.ponder, Ponder()),
-            "target_depth": (loss.target_depth, target_depth),
-            "prior": (loss.prior, DistributionPrior(loss.prior_form, loss.prior_depth)),
-            "cost": (loss.cost, Cost(loss.cost_target)),
-            "ratio": (loss.ratio, KeepRatio()),
-            "exits": (loss.exits, Exits(smoothing, task)),
-            "expected": (loss.expected, Expected(smoothing, task)),
-            "geometric": (loss.geometric, Geometric()),
-            "distill": (loss.distill, Distillation(task)),
-            "features": (loss.features, Features()),
+            "task": (own.task, losses.TaskLoss(smoothing, task)),
+            "ponder": (own.ponder, losses.Ponder()),
+            "target_depth": (own.target_depth, losses.TargetDepth(own.sigma, own.mass, own.kl, target, actual)),
+            "prior": (own.prior, losses.DistributionPrior(own.prior_form, own.prior_depth)),
+            "cost": (own.cost, losses.Cost(own.cost_target)),
+            "ratio": (own.ratio, losses.KeepRatio()),
+            "exits": (own.exits, losses.Exits(smoothing, task)),
+            "expected": (own.expected, losses.Expected(smoothing, task)),
+            "geometric": (own.geometric, losses.Geometric()),
+            "distill": (own.distill, losses.Distillation(task)),
+            "features": (own.features, losses.Features()),
         }
     )
 
@@ -100,10 +85,8 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     given = (config.data, config.val_split, config.seed, config.allow_corrupt)
     train_set, val_set = dataset.for_training(*given, config.task)
     train_set = _readable(train_set, config.allow_corrupt)
-    if len(train_set) < config.batch_size:
-        raise DataError(
-            f"{config.data}: {len(train_set)} training images are fewer than one batch of {config.batch_size}."
-        )
+    if len(train_set) < (size := config.batch_size):
+        raise DataError(f"{config.data}: {len(train_set)} training images are fewer than one batch of {size}.")
     _divisible(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
     policy, policy_settings = spec.parse(config.policy)
@@ -164,7 +147,7 @@ def _divisible(config: TrainConfig, processes: int) -> None:
 
 @contextlib.contextmanager
 def _peers(accelerator: Accelerator) -> Iterator[None]:
-    """A process that has lost another says so in a line; that one's own message, or torchrun's, says why."""
+    """A process that lost another ends with one line; that one's own message, or torchrun's, has the reason."""
     try:
         yield
     except RuntimeError as error:
@@ -180,12 +163,12 @@ def _peers(accelerator: Accelerator) -> Iterator[None]:
 
 @torch.no_grad()
 def _probe(trainer: Trainer, val: Source) -> None:
-    """One look at the loss before anything is written: a term that the policy cannot serve is said now."""
+    """Compute the losses once before anything is written: a term that the policy cannot serve is an error."""
     batch = next(dataset.batches(val, [[0, len(val) - 1]]))
     if len(batch.labels):
         images, targets = batch.images.to(trainer.accelerator.device), batch.labels.to(trainer.accelerator.device)
         with trainer.accelerator.autocast():
-            known = taught(trainer.teacher, trainer.objective, images, targets)
+            known = teacher_batch(trainer.teacher, trainer.objective, images, targets)
         with trainer.whole() as model, trainer.accelerator.autocast():
             output = model(images, aux=trainer.objective.needs)
         for name, (_, term) in trainer.objective.terms.items():
@@ -212,11 +195,11 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator) 
             vars(model).pop(name, None)
     mixing = tasks.get(config.task).mixing(config.augment, model.vit.num_classes)
     average = Average(model, config.optim.ema) if config.optim.ema else None
-    trainer = Trainer(model, objective(config), optimizer, config, accelerator, wrapped, teacher, mixing, average)
+    trainer = Trainer(model, build_objective(config), optimizer, config, accelerator, wrapped, teacher, mixing, average)
     trainer.copy = whole
     if config.run.compile:  # training alone: validation has other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
-        trainer.judge = compiled(judged, mode="reduce-overhead" if graphs else None)
+        trainer.compute = compiled(compute_losses, mode="reduce-overhead" if graphs else None)
         # in the middle of a pass, torch warns of what its own compiler looks at
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer
@@ -227,9 +210,7 @@ def _teacher(config: TrainConfig, model: AdaptiveViT) -> AdaptiveViT:
     source = config.teacher or config.weights
     if source is None:
         raise UserError("loss.distill: expected the static model's weights as --teacher or --weights, got neither.")
-    size = (
-        config.img_size if config.loss.features else None
-    )  # patches are compared one by one; else it sees its own size
+    size = config.img_size if config.loss.features else None  # patches are compared one by one; else its own size
     teacher = create(config.backbone, "static", weights=source, img_size=size)
     if teacher.vit.num_classes != outputs:
         raise UserError(
@@ -247,26 +228,25 @@ def _loop(
     config, accelerator, every = trainer.config, trainer.accelerator, trainer.config.run.checkpoint_steps
     per_epoch = len(images) // config.batch_size
     result: Result | None = None
-    with Meter(run, config.epochs * per_epoch, start, show and accelerator.is_main_process) as meter:
+    with StepLog(run, config.epochs * per_epoch, start, show and accelerator.is_main_process) as log:
         for epoch in range(start // per_epoch, config.epochs):
             images.epoch = epoch
             begun = time.perf_counter()
             for step, batch, missing in _epoch(trainer, images, epoch, per_epoch, max(start - epoch * per_epoch, 0)):
-                seen = Seen(trainer.task.score) if meter.wants(step) else None
-                losses, _ = trainer.step(batch, step, per_epoch, missing, seen)
-                now = time.perf_counter()
-                meter.step(step, losses, seen, config.batch_size / (now - begun), trainer)
+                stats = StepStats(trainer.task.score) if log.wants(step) else None
+                found, _ = trainer.step(batch, step, per_epoch, missing, stats)
+                now, done = time.perf_counter(), step + 1
+                log.step(step, found, stats, config.batch_size / (now - begun), trainer)
                 begun = now
-                done = step + 1
                 due, stopped = every and done % every == 0, stop()
                 if done % per_epoch and (due or stopped):
-                    losses.check_finite(step)
+                    found.check_finite(step)
                     run.checkpoint(trainer, done)
-                if done % per_epoch and stopped:
-                    raise KeyboardInterrupt
+                    if stopped:
+                        raise KeyboardInterrupt
             if (epoch + 1) % config.run.val_epochs == 0 or epoch + 1 == config.epochs:
                 result = validate(trainer, val)
-                meter.epoch(epoch, (epoch + 1) * per_epoch, result)
+                log.epoch(epoch, (epoch + 1) * per_epoch, result)
             run.checkpoint(trainer, (epoch + 1) * per_epoch)
             if epoch + 1 < config.epochs and stop():
                 raise KeyboardInterrupt
@@ -279,20 +259,13 @@ def _loop(
 def _epoch(
     trainer: Trainer, images: Source, epoch: int, per_epoch: int, skip: int
 ) -> Iterator[tuple[int, Loaded, list[int]]]:
-    """(step, this process's share of the batch, places in it that could not be read) of an epoch, from its batch
-    number `skip` on."""
+    """(step, this process's share of a batch, places of unreadable images in it) from batch `skip` of an epoch on."""
     config, accelerator = trainer.config, trainer.accelerator
     generator = torch.Generator().manual_seed(mix(config.seed, epoch))
     order = torch.randperm(len(images), generator=generator).tolist()
-    size, rank, world, parts = (
-        config.batch_size,
-        accelerator.process_index,
-        accelerator.num_processes,
-        config.run.accumulate,
-    )
-    mine = [
-        i for k in range(parts) for i in rows(size, rank * parts + k, world * parts, pairs=trainer.mixing is not None)
-    ]
+    size, parts, pairs = config.batch_size, config.run.accumulate, trainer.mixing is not None
+    first, total = accelerator.process_index * parts, accelerator.num_processes * parts
+    mine = [i for k in range(parts) for i in rows(size, first + k, total, pairs)]
     plan = [[order[n * size + i] for i in mine] for n in range(skip, per_epoch)]
     for number, batch in enumerate(dataset.batches(images, plan, config.workers), start=skip):
         if batch.unreadable and not config.allow_corrupt:
@@ -302,7 +275,7 @@ def _epoch(
 
 
 def validate(trainer: Trainer, val: Source) -> Result:
-    """The model that would be saved on the validation images, of which every process takes its share."""
+    """Evaluate the model that would be saved on the validation images, which the processes share."""
     accelerator = trainer.accelerator
     order = dataset.in_order(len(val), trainer.config.batch_size)
     mine = [batch[accelerator.process_index :: accelerator.num_processes] for batch in order]
@@ -330,7 +303,9 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     """accelerate keeps one state a process; a second run of another precision or device begins with a fresh one."""
     if PartialState._shared_state and PartialState().num_processes == 1:
         AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(mixed_precision=_precision(config), cpu=config.device == "cpu")
+    gpu = torch.cuda.is_available() and config.device != "cpu"
+    half = config.precision == "bf16" or (config.precision == "auto" and gpu)
+    return Accelerator(mixed_precision="bf16" if half else "no", cpu=config.device == "cpu")
 
 
 def _meet_again(config: TrainConfig, restarts: int) -> None:
@@ -353,8 +328,3 @@ def _meet_again(config: TrainConfig, restarts: int) -> None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-
-
-def _precision(config: TrainConfig) -> str:
-    gpu = torch.cuda.is_available() and config.device != "cpu"
-    return "bf16" if config.precision == "bf16" or (config.precision == "auto" and gpu) else "no"

@@ -35,7 +35,7 @@ from .config import FREE, RENAMED, TrainConfig
 from .losses import Losses
 
 if TYPE_CHECKING:
-    from .step import Seen, Trainer
+    from .step import StepStats, Trainer
 
 _REDRAW = 60.0  # seconds between two pictures while training goes on
 
@@ -185,7 +185,7 @@ class RunDirectory:
             self.writer.close()
 
 
-class Meter:
+class StepLog:
     """Progress with the figures that matter, on the screen and in the log."""
 
     def __init__(self, run: RunDirectory, total: int, start: int, show: bool) -> None:
@@ -193,7 +193,7 @@ class Meter:
         self.done, self.total = start, total
         self.bars = bars(run.console, keep=True, hide=not show)
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> StepLog:
         self.progress = self.bars.__enter__()
         return self
 
@@ -204,16 +204,16 @@ class Meter:
         """Whether this step is logged."""
         return step < 3 or step % self.run.config.run.log_steps == 0
 
-    def step(self, step: int, losses: Losses, seen: Seen | None, speed: float, trainer: Trainer) -> None:
+    def step(self, step: int, losses: Losses, stats: StepStats | None, speed: float, trainer: Trainer) -> None:
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
         self.done += 1
-        if seen is None:
+        if stats is None:
             self.progress("train", self.done, self.total)
             return
         figures = {
             "loss": float(losses.total.detach()),
             **{name: float(value) for name, value in losses.terms.items()},
-            **seen.figures(),
+            **stats.figures(),
             "images_per_second": self.speed,
             "lr": trainer.optimizer.param_groups[0]["lr"],
         }

@@ -25,58 +25,51 @@ from ..errors import NotFiniteError
 from ..model import AdaptiveViT
 from ..output import Output
 from ..tasks.protocol import Mixing, Task
-from ..utils.batch_rng import Share, drawing
+from ..utils.batch_rng import BatchSlice, drawing
 from ..utils.sharded import whole
 from . import fsdp
 from .config import TrainConfig
 from .losses import Batch, Losses, Objective, Sums
-from .micro_batch import Whole, over_processes, rows
+from .micro_batch import GlobalBatch, over_processes, rows
 from .optim import Average, learning_rate
 
-Judge = Callable[[Any, AdaptiveViT | None, Objective, Tensor, Tensor, Whole | None], tuple[Losses, Output]]
 
-
-def judged(
+def compute_losses(
     model: Any,
     teacher: AdaptiveViT | None,
     objective: Objective,
     images: Tensor,
     targets: Tensor,
-    whole: Whole | None = None,
+    whole: GlobalBatch | None = None,
 ) -> tuple[Losses, Output]:
     """Forward pass, of the teacher too where there is one, and losses, these in full precision."""
-    known = taught(teacher, objective, images, targets)
+    known = teacher_batch(teacher, objective, images, targets)
     output = model(images, aux=objective.needs)
     with torch.autocast(images.device.type, enabled=False):
         return objective(output, known, whole), output
 
 
 @torch.no_grad()
-def taught(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor) -> Batch:
-    """What a loss may know beside the output: the targets, and what the static model says."""
+def teacher_batch(teacher: AdaptiveViT | None, objective: Objective, images: Tensor, targets: Tensor) -> Batch:
+    """What a loss may read beside the output: the targets, and the static model's answers at its own image size."""
     if teacher is None:
         return Batch(targets)
-    said = teacher(_sized(images, teacher), aux=objective.needs & {"patches"})
-    return Batch(targets, said.logits, said.patches)
-
-
-def _sized(images: Tensor, model: AdaptiveViT) -> Tensor:
-    """[B, C, H, W] at the size that the model takes."""
-    stem = model.vit.patch_embed
-    if model.vit.dynamic_img_size or images.shape[2:] == tuple(stem.img_size):
-        return images
-    return F.interpolate(images, tuple(stem.img_size), mode="bicubic", align_corners=False, antialias=True)
+    size = tuple(teacher.vit.patch_embed.img_size)
+    if not teacher.vit.dynamic_img_size and images.shape[2:] != size:
+        images = F.interpolate(images, size, mode="bicubic", align_corners=False, antialias=True)
+    output = teacher(images, aux=objective.needs & {"patches"})
+    return Batch(targets, output.logits, output.patches)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What runs at a time."""
+    """The images of one forward pass: this process's batch, or a part of it."""
 
     images: Tensor  # [b, C, H, W]
     targets: Tensor  # [b, ...] as the loss takes them: mixed where asked for
     labels: Tensor  # [b, ...] before any mixing
-    share: Share | None  # None: the whole global batch
-    whole: Whole | None
+    rows: BatchSlice | None  # None: the whole global batch
+    whole: GlobalBatch | None
 
     @property
     def weight(self) -> float:
@@ -84,7 +77,7 @@ class Part:
 
 
 @dataclass
-class Seen:
+class StepStats:
     """Figures of the images of a step, for the log: sums over parts and processes."""
 
     score: str  # what the task calls the mean score of images
@@ -108,7 +101,7 @@ class Seen:
             self.sums[name] = self.sums.get(name, 0.0) + weight * value
 
     def figures(self) -> dict[str, Any]:
-        """Means over the images of the global batch; every process has to ask."""
+        """Means over the images of the global batch; every process has to call it."""
         total: dict[str, Any] = {name: value.tolist() for name, value in over_processes(self.sums).items()}
         count = max(total["images"], 1.0)
         figures = {
@@ -124,7 +117,7 @@ class Seen:
 
 @dataclass
 class Trainer:
-    """What a step needs. `fit` builds it from a configuration; the quickstart builds its own."""
+    """Model, losses, optimiser and processes of a training."""
 
     model: AdaptiveViT
     objective: Objective
@@ -135,7 +128,7 @@ class Trainer:
     teacher: AdaptiveViT | None = None
     mixing: Mixing | None = None
     average: Average | None = None
-    judge: Judge = judged  # compiled where asked for
+    compute: Callable[..., tuple[Losses, Output]] = compute_losses  # compiled where asked for
     copy: AdaptiveViT | None = None  # of a sharded model, to be filled and used where it has to be whole
 
     @property
@@ -148,16 +141,18 @@ class Trainer:
         step: int,
         steps_per_epoch: int,
         missing: Sequence[int] = (),
-        seen: Seen | None = None,
+        stats: StepStats | None = None,
     ) -> tuple[Losses, Output]:
-        """One optimiser step on this process's share of a global batch. `missing` are the places in the share whose
-        images could not be read. Returns the losses of the global batch, and the output of the last part."""
+        """One optimiser step on this process's share of a global batch; `missing`: places of unreadable images in it.
+
+        Returns the losses of the global batch, and the output of the last part.
+        """
         config, accelerator = self.config, self.accelerator
         self.wrapped.train()
         self.model.policy.schedule(step / steps_per_epoch)
         parts, seed = self._parts(batch, step, missing), mix(config.seed, 1 << 20, step, 0)
         if len(parts) > 1:
-            parts = self._informed(parts, seed)
+            parts = self._with_global_sums(parts, seed)
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(config, step, steps_per_epoch)
             if group["backbone"] and step < config.optim.freeze_epochs * steps_per_epoch:
@@ -166,13 +161,13 @@ class Trainer:
         every = []
         for number, part in enumerate(parts, start=1):
             alone = contextlib.nullcontext() if number == len(parts) else accelerator.no_sync(self.wrapped)
-            with alone, drawing(part.share, seed):
+            with alone, drawing(part.rows, seed):
                 losses, output = self._run(part)
                 self._backward(losses.total)
             every.append(losses)
-            if seen is not None:
-                judged = self.task.judge(output.logits.detach(), part.labels.to(output.logits.device))
-                seen.add(output, judged.scores, part.weight)
+            if stats is not None:
+                scores = self.task.judge(output.logits.detach(), part.labels.to(output.logits.device)).scores
+                stats.add(output, scores, part.weight)
         losses = self._together(every)
         if accelerator.device.type == "cpu" or step % config.run.log_steps == 0:  # a look costs a wait on a GPU
             losses.check_finite(step)
@@ -200,7 +195,7 @@ class Trainer:
                 stop -= (stop - start) % 2
             images, labels = batch.images[start:stop].to(device, non_blocking=True), batch.labels[start:stop]
             weight = 1.0
-            if start == stop:  # nothing could be read, but the other processes wait: a stand-in that counts for nothing
+            if start == stop:  # no image could be read, but the other processes wait: a stand-in of weight 0
                 vit: Any = self.model.vit
                 images = torch.zeros(2, vit.in_chans, *self.model.preprocessing.size, device=device)
                 labels, weight = batch.labels.new_zeros(2, *batch.labels.shape[1:]), 0.0
@@ -208,39 +203,42 @@ class Trainer:
             if self.mixing is not None and weight:
                 np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from there
                 images, targets = self.mixing(images, targets)
-            share, whole = None, None
+            chosen, whole = None, None
             if processes * count > 1 or missing:
                 part = (size * count * processes, self.accelerator.process_index * count + k, processes * count)
                 there = _rows(*part, self.mixing is not None, device)
                 if missing:
                     there = there[[p - k * size for p in places[start:stop]] or [0, 0]]
-                share, whole = Share(there, part[0]), Whole(processes, weight=weight)
-            parts.append(Part(images, targets, labels, share, whole))
+                chosen, whole = BatchSlice(there, part[0]), GlobalBatch(processes, weight=weight)
+            parts.append(Part(images, targets, labels, chosen, whole))
         return parts
 
-    def _informed(self, parts: list[Part], seed: int) -> list[Part]:
-        """The parts with what they must know of each other. A mean over images needs their number; any other loss needs
-        the sums of all parts before the first backward pass, so the parts run forward once without a gradient."""
+    def _with_global_sums(self, parts: list[Part], seed: int) -> list[Part]:
+        """The parts, each with the sums over the global batch that its losses need.
+
+        A mean over images needs their number. Any other loss needs the sums of all parts before the first backward
+        pass, so the parts run forward once without a gradient.
+        """
         if self.objective.plain:
             count = sum(part.weight * len(part.labels) for part in parts)
             number = over_processes({"images": torch.full((), count, device=self.accelerator.device)})["images"]
-            return [replace(p, whole=replace(_of(p), images=number)) for p in parts]
+            return [replace(p, whole=replace(p.whole, images=number)) for p in parts if p.whole]
         sums: Sums = {}
         with torch.no_grad():
             for part in parts:
-                with drawing(part.share, seed):
+                with drawing(part.rows, seed):
                     losses, _ = self._run(replace(part, whole=None))
                 for name, value in losses.sums.items():
                     sums[name] = sums.get(name, 0.0) + part.weight * value
         total = over_processes(sums)
-        return [replace(p, whole=replace(_of(p), total=total)) for p in parts]
+        return [replace(p, whole=replace(p.whole, total=total)) for p in parts if p.whole]
 
     def _run(self, part: Part) -> tuple[Losses, Output]:
         with self.accelerator.autocast():
-            return self.judge(self.wrapped, self.teacher, self.objective, part.images, part.targets, part.whole)
+            return self.compute(self.wrapped, self.teacher, self.objective, part.images, part.targets, part.whole)
 
     def _together(self, every: list[Losses]) -> Losses:
-        """The losses of the global batch: every part knows them, or each has its part of them."""
+        """The losses of the global batch: those of any part, or the sum over parts where each has its part of them."""
         if len(every) == 1 or not self.objective.plain:
             return every[-1]
         values = {name: torch.stack([one.terms[name] for one in every]).sum() for name in every[0].terms}
@@ -249,8 +247,7 @@ class Trainer:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
     def _backward(self, total: Tensor) -> None:
-        # a policy may own parameters that no loss of this run reaches: their gradient is 0, which several processes
-        # wait for, and one need not compute
+        # parameters of the policy that no loss of this run reaches have a gradient of 0, for which processes wait
         own = [p for p in self.model.policy.parameters() if p.requires_grad] if self.copy is None else []
         if own and self.accelerator.num_processes > 1:
             total = total + 0.0 * torch.stack([p.sum() for p in own]).sum()
@@ -262,14 +259,13 @@ class Trainer:
         most = self.config.optim.clip_grad or float("inf")
         if self.copy is None:
             return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
-        fsdp.settle(self.model)
+        fsdp.finish_gradients(self.model)
         return fsdp.clip(self.model.parameters(), most)
 
     # -- the weights as a whole --------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def whole(self, averaged: bool = True) -> Iterator[AdaptiveViT]:
-        """The model that would be saved (with the averaged weights where there are some), not sharded; every process
-        has to ask."""
+        """The model that would be saved: averaged where asked for, not sharded; every process has to call it."""
         average = self.average if averaged else None
         if self.copy is not None:
             state = self.model.state_dict() if average is None else average.values
@@ -283,11 +279,6 @@ class Trainer:
                 yield self.model
         else:
             yield self.model
-
-
-def _of(part: Part) -> Whole:
-    assert part.whole is not None
-    return part.whole
 
 
 @functools.cache

@@ -15,26 +15,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSlice:
+    """Where the images of a pass are in the whole batch."""
+
     rows: Tensor  # [b] of these images in the whole batch
     of: int  # B
 
 
-_share: Share | None = None  # None: the batch is whole
+_slice: BatchSlice | None = None  # None: the batch is whole
 
 
 @contextlib.contextmanager
-def drawing(share: Share | None, seed: int) -> Iterator[None]:
-    """What is drawn inside follows from the seed, for this share of a batch."""
-    global _share
-    before, _share = _share, share
+def drawing(rows: BatchSlice | None, seed: int) -> Iterator[None]:
+    """Draws inside follow from the seed, for these rows of a batch."""
+    global _slice
+    before, _slice = _slice, rows
     torch.manual_seed(seed)
     try:
         yield
     finally:
-        _share = before
+        _slice = before
 
 
 def draw(images: int, random: Callable[[int], Tensor]) -> Tensor:
     """random(B), a random row an image, for the images of the pass."""
-    return random(images) if _share is None else random(_share.of)[_share.rows]
+    return random(images) if _slice is None else random(_slice.of)[_slice.rows]

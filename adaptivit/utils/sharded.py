@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor with all its parts; every process has to ask. One that is not sharded is itself."""
+    """A tensor with all its parts; every process has to call it. One that is not sharded is itself."""
     gather: Any = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 

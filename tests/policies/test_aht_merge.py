@@ -16,7 +16,7 @@ from adaptivit.policies.halting import Halting
 from adaptivit.training.config import LossConfig, TrainConfig
 from adaptivit.training.gate_init import init_gate
 from adaptivit.training.losses import Batch, Cost
-from adaptivit.utils.batch_rng import Share, drawing
+from adaptivit.utils.batch_rng import BatchSlice, drawing
 from tests.support.models import assert_close, pictures, tiny
 
 SHARED: dict[str, Any] = {"gate": "shared", "center_per_image": 0.0, "gamma": 3.0, "beta": 0.0}
@@ -146,7 +146,7 @@ def test_sampled_budgets() -> None:
     assert spread.unique().numel() > 4
     with drawing(None, 3), torch.no_grad():
         assert torch.equal(model(same).macs_blocks, spread)
-    with drawing(Share(torch.arange(1, 64, 2), 64), 3), torch.no_grad():  # another process, its share of the draws
+    with drawing(BatchSlice(torch.arange(1, 64, 2), 64), 3), torch.no_grad():  # another process, its share of the draws
         assert torch.equal(model(same[::2]).macs_blocks, spread[1::2])
     model.eval()
     assert model(same).macs_blocks.unique().numel() == 1

@@ -15,7 +15,7 @@ from adaptivit.policies import spec
 from adaptivit.training import methods, optim, recipes
 from adaptivit.training.config import LOSSES, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
-from adaptivit.training.run import Trainer, objective
+from adaptivit.training.run import Trainer, build_objective
 from adaptivit.utils.settings import flat
 from tests.support.commands import refused, run, train
 from tests.support.data_sets import CLASSES, folder, split_folder
@@ -158,7 +158,7 @@ def test_a_step_with_a_distillation_token(name: str) -> None:
     policy, given = spec.parse(config.policy)
     torch.manual_seed(0)
     model = adaptivit.create(TINY | BACKBONES["distilled"] | {"num_classes": 3}, policy, **given)
-    one = Trainer(model, objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
+    one = Trainer(model, build_objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
     losses, _ = one.step(batch(), 0, 4)
     assert set(losses.terms) == {"task", "ponder", "prior"}

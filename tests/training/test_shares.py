@@ -32,10 +32,10 @@ from adaptivit.training.losses import (
     TargetDepth,
     TaskLoss,
 )
-from adaptivit.training.micro_batch import Whole, rows
-from adaptivit.training.run import objective
-from adaptivit.training.step import Seen, Trainer
-from adaptivit.utils.batch_rng import Share, draw, drawing
+from adaptivit.training.micro_batch import GlobalBatch, rows
+from adaptivit.training.run import build_objective
+from adaptivit.training.step import StepStats, Trainer
+from adaptivit.utils.batch_rng import BatchSlice, draw, drawing
 from tests.support.models import pictures, tiny
 from tests.support.policies import PAPERS
 from tests.support.training import named
@@ -92,7 +92,7 @@ def test_a_loss_of_parts_is_the_loss_of_the_whole(name: str) -> None:
 
     def run(chosen: list[int], whole: Any = None) -> Any:
         known = Batch(targets[chosen], taught.logits[chosen], taught.patches[chosen])
-        with drawing(Share(torch.tensor(chosen), 6), 5):
+        with drawing(BatchSlice(torch.tensor(chosen), 6), 5):
             return wanted(model(images[chosen], aux=wanted.needs), known, whole)
 
     def learnt(parts: list[list[int]], wholes: Sequence[Any]) -> tuple[list[float], dict[str, Tensor]]:
@@ -107,14 +107,14 @@ def test_a_loss_of_parts_is_the_loss_of_the_whole(name: str) -> None:
     with torch.no_grad():
         found = [run(part).sums["it"] for part in parts]
     total: Sums = {"it": torch.stack(found).sum(0)}
-    losses, got = learnt(parts, [Whole(1, total)] * 3)
+    losses, got = learnt(parts, [GlobalBatch(1, total)] * 3)
     assert losses == pytest.approx([loss] * 3, rel=1e-5)
     assert_same(expected, got)
     if wanted.plain:  # their number is enough, and each part has its part of the loss
-        losses, got = learnt(parts, [Whole(1, images=torch.tensor(6.0))] * 3)
+        losses, got = learnt(parts, [GlobalBatch(1, images=torch.tensor(6.0))] * 3)
         assert sum(losses) == pytest.approx(loss, rel=1e-5)
         assert_same(expected, got)
-    _, thrice = learnt(parts, [Whole(3, total)] * 3)  # the mean over three gets it back
+    _, thrice = learnt(parts, [GlobalBatch(3, total)] * 3)  # the mean over three gets it back
     assert_same({k: 3 * v for k, v in expected.items()}, thrice)
     assert any(float(v.abs().max()) > 0 for v in expected.values()), "a gradient of nothing proves nothing"
 
@@ -153,7 +153,7 @@ def trainer(name: str, **changes: Any) -> Trainer:
     model.recompute = config.run.checkpoint_activations
     mixing = tasks.get(config.task).mixing(config.augment, 10)
     optimizer = optim.adamw(model, config)
-    return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, mixing=mixing)
+    return Trainer(model, build_objective(config), optimizer, config, Accelerator(cpu=True), model, mixing=mixing)
 
 
 def batch(count: int = 8, seed: int = 0) -> Loaded:
@@ -171,7 +171,7 @@ def reordered(whole: Loaded, parts: int, pairs: bool) -> Loaded:
 def test_accumulated_steps_are_those_of_the_whole_batch(name: str, parts: int) -> None:
     one, several = trainer(name), trainer(name, accumulate=parts)
     for number in range(2):
-        seen = Seen("accuracy"), Seen("accuracy")
+        seen = StepStats("accuracy"), StepStats("accuracy")
         losses, _ = one.step(batch(seed=number), number, 4, (), seen[0])
         given = reordered(batch(seed=number), parts, one.mixing is not None)
         other, output = several.step(given, number, 4, (), seen[1])
@@ -225,9 +225,9 @@ def test_blocks_computed_again_keep_less(monkeypatch: pytest.MonkeyPatch) -> Non
 # -- images that could not be read ----------------------------------------------------------------------------------
 def test_missing_images_leave_the_others_what_is_random() -> None:
     """The draws of an image do not depend on which others could be read."""
-    with drawing(Share(torch.tensor([0, 1, 2, 3]), 4), 7):
+    with drawing(BatchSlice(torch.tensor([0, 1, 2, 3]), 4), 7):
         every = draw(4, lambda n: torch.rand(n, 2))
-    with drawing(Share(torch.tensor([1, 3]), 4), 7):
+    with drawing(BatchSlice(torch.tensor([1, 3]), 4), 7):
         assert torch.equal(draw(2, lambda n: torch.rand(n, 2)), every[[1, 3]])
     with drawing(None, 7):
         assert torch.equal(draw(4, lambda n: torch.rand(n, 2)), every), "a whole batch draws as it always did"
@@ -238,7 +238,7 @@ def test_a_share_without_any_image_counts_for_nothing(parts: int) -> None:
     """Its process still takes the step that the others wait for."""
     one = trainer("aht", accumulate=parts, weight_decay=0.0)
     before = {k: v.clone() for k, v in one.model.state_dict().items()}
-    seen = Seen("accuracy")
+    seen = StepStats("accuracy")
     nothing = Loaded(torch.empty(0), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), [0, 1, 2, 3])
     losses, _ = one.step(nothing, 0, 4, [0, 1, 2, 3], seen)
     assert float(losses.terms["task"]) == 0

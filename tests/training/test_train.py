@@ -22,7 +22,7 @@ from adaptivit.policies import spec
 from adaptivit.training import optim
 from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
-from adaptivit.training.run import Trainer, fit, objective
+from adaptivit.training.run import Trainer, build_objective, fit
 from adaptivit.utils.settings import flat
 from tests.support.commands import SMALL, assert_same_weights, log, refused, static, train, weights
 from tests.support.data_sets import folder, pixels, split_folder
@@ -311,7 +311,7 @@ def test_weight_decay_is_for_matrices_alone() -> None:
 def test_gradients_are_clipped() -> None:
     config = TrainConfig(data="", policy="static", optim=OptimConfig(clip_grad=0.01, lr=1e-9))
     model = adaptivit.create("test_vit", "static", img_size=32, num_classes=3)
-    trainer = Trainer(model, objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
+    trainer = Trainer(model, build_objective(config), optim.adamw(model, config), config, Accelerator(cpu=True), model)
     images = torch.randn(4, 3, 32, 32)
     trainer.step(Loaded(images, torch.tensor([0, 1, 2, 0]), torch.arange(4), []), 0, 10)
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()

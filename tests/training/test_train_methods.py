@@ -15,7 +15,7 @@ from adaptivit.policies import BUILT_IN, spec
 from adaptivit.training import optim
 from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
-from adaptivit.training.run import Trainer, objective
+from adaptivit.training.run import Trainer, build_objective
 from tests.support.commands import log, refused, static, train
 from tests.support.data_sets import split_folder
 from tests.support.training import batch, named
@@ -32,7 +32,7 @@ def trainer(config: TrainConfig) -> Trainer:
     if config.loss.distill or config.loss.features:
         teacher = adaptivit.create("test_vit", "static", img_size=32, num_classes=3).requires_grad_(False)
     optimizer = optim.adamw(model, config)
-    return Trainer(model, objective(config), optimizer, config, Accelerator(cpu=True), model, teacher)
+    return Trainer(model, build_objective(config), optimizer, config, Accelerator(cpu=True), model, teacher)
 
 
 def moved(model: Any, before: dict[str, torch.Tensor]) -> dict[str, float]:
