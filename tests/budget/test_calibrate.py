@@ -402,7 +402,7 @@ def test_errors() -> None:
         with pytest.raises(UserError, match=r"budget: this model is not calibrated; call model.calibrate\(images\)"):
             ask()
     model = calibrated("aht")
-    for bad, said in {
+    for bad, message in {
         "-150%": "between -0% and -100%",
         "3 parsecs": "got '3 parsecs'",
         1.01 * model.calibration.static: "above the static model",
@@ -410,9 +410,9 @@ def test_errors() -> None:
         0.8: "below the least .* A number alone means MACs; write '0.8 GMACs' or '-33%'",
         "3 ms": "no milliseconds have been measured",
     }.items():
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             model.budget = bad
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             model(pictures(), budget=bad)
     assert model.budget is None
     with pytest.raises(UserError, match="one for each of the 3 images, got 2"):
@@ -453,9 +453,9 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     adaptivit.create("test_vit", "evit", img_size=32, num_classes=3).save_pretrained(tmp_path / "m", mark="kept")
     photos = folder(tmp_path / "photos")
     assert run("calibrate", tmp_path / "m", "--data", photos, "--budget", "-20%", "--out", tmp_path / "new") == 0
-    said = capsys.readouterr().out
-    assert "-20%" in said
-    assert "nearest step below" in said
+    printed = capsys.readouterr().out
+    assert "-20%" in printed
+    assert "nearest step below" in printed
     assert {f.name for f in (tmp_path / "new").iterdir()} == {
         *("config.json", "model.safetensors", "README.md", "calibration.csv", "calibration.png")
     }
@@ -490,15 +490,15 @@ def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatc
 
     def note(*more: object) -> tuple[str, int]:
         assert run("calibrate", tmp_path / "m", "--budget", "-33%", *more) == 0
-        said = " ".join(capsys.readouterr().out.split())
+        printed = " ".join(capsys.readouterr().out.split())
         curve = adaptivit.load(tmp_path / "m").calibration
-        assert ("note: -33% is met within about ±" in said) == (curve.error(0.67 * curve.static) > 0.02)
-        return said, curve.images
+        assert ("note: -33% is met within about ±" in printed) == (curve.error(0.67 * curve.static) > 0.02)
+        return printed, curve.images
 
-    said, count = note("--data", tmp_path / "many.npz")
+    printed, count = note("--data", tmp_path / "many.npz")
     assert count == 40
-    assert "±" in said.partition("expected")[2]
-    assert "would bring it to ±2 %" in said
+    assert "±" in printed.partition("expected")[2]
+    assert "would bring it to ±2 %" in printed
     assert note("--data", tmp_path / "some.npz")[1] == 15  # all there are, in two halves
     assert note("--data", tmp_path / "many.npz", "--limit", "10")[1] == 10
     header, first, *_ = (tmp_path / "m" / "calibration.csv").read_text().splitlines()
@@ -509,11 +509,11 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(0)
     adaptivit.create("test_vit", "evit", img_size=32, num_classes=3).save_pretrained(tmp_path / "m")
     photos = folder(tmp_path / "photos")
-    said = partial(refused, capsys)
-    assert "-150%" in said("calibrate", tmp_path / "m", "--data", photos, "--budget", "-150%")
-    assert "3 parsecs" in said("calibrate", tmp_path / "m", "--data", photos, "--budget", "3 parsecs")
-    assert "not found" in said("calibrate", tmp_path / "m", "--data", tmp_path / "nowhere")
-    assert "config.json" in said("calibrate", tmp_path / "nowhere", "--data", photos)
-    assert "not calibrated" in said("predict", photos, "--checkpoint", tmp_path / "m", "--budget", "-20%")
+    message = partial(refused, capsys)
+    assert "-150%" in message("calibrate", tmp_path / "m", "--data", photos, "--budget", "-150%")
+    assert "3 parsecs" in message("calibrate", tmp_path / "m", "--data", photos, "--budget", "3 parsecs")
+    assert "not found" in message("calibrate", tmp_path / "m", "--data", tmp_path / "nowhere")
+    assert "config.json" in message("calibrate", tmp_path / "nowhere", "--data", photos)
+    assert "not calibrated" in message("predict", photos, "--checkpoint", tmp_path / "m", "--budget", "-20%")
     assert parse("-20%").share == 0.8
     assert not (tmp_path / "m" / "calibration.csv").exists()

@@ -185,7 +185,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda logits, depth: (logits + 0.5, depth), r"differs from the model by 0\.5 in a logit \(allowed: 0\.00"),
         (lambda logits, depth: (logits * torch.nan, depth), "no finite logits"),
@@ -193,7 +193,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> Any:
         (lambda logits, depth: 1 / 0, r"does not run with 4 images \(division by zero\)"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused(wrong: Any, said: str, instant: Any, tmp_path: Path) -> None:
+def test_a_file_that_says_something_else_is_refused(wrong: Any, message: str, instant: Any, tmp_path: Path) -> None:
     model, path = tiny("aht"), tmp_path / "model.pt2"
     path.write_bytes(b"before")
 
@@ -202,7 +202,7 @@ def test_a_file_that_says_something_else_is_refused(wrong: Any, said: str, insta
         return wrong(out.logits, out.trace.depth)
 
     instant.setattr(export, "run_pt2", lambda _: answer)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         adaptivit.export(model, path, format="pt2", images=pictures(4))
     assert path.read_bytes() == b"before"
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]

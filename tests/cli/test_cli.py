@@ -36,7 +36,7 @@ POSITIONAL = (
 )
 
 
-def plain(text: str) -> str:
+def unframed(text: str) -> str:
     """Without frames and line breaks, which depend on the width of the terminal."""
     return " ".join(re.sub(r"[│╭╮╰╯─]|\x1b\[[0-9;]*m", " ", text).split())
 
@@ -61,46 +61,46 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_overview_names_every_command(capsys: Any) -> None:
     for words in ([], ["-h"], ["--help"]):
         assert run(*words) == 0
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         for name in COMMANDS:  # its docstring is its line
             text = importlib.import_module(f"adaptivit.cli.{name}").__doc__ or ""
-            assert f"  {name:<12}{text.splitlines()[0].rstrip('.')}\n" in said
+            assert f"  {name:<12}{text.splitlines()[0].rstrip('.')}\n" in printed
 
 
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("command", CONFIGS)
 def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, command: str) -> None:
     assert run(command, "--help") == 0
-    said = plain(capsys.readouterr().out)
+    printed = unframed(capsys.readouterr().out)
     for name, default, meaning in settings_of(CONFIGS[command].config):
         assert meaning, f"{name} has no meaning"
-        assert plain(meaning) in said, f"the meaning of {name} is not shown"
+        assert unframed(meaning) in printed, f"the meaning of {name} is not shown"
         flag = "--" + name.replace("_", "-")
-        assert flag in said or (command, name) in POSITIONAL
+        assert flag in printed or (command, name) in POSITIONAL
         if default is not dataclasses.MISSING and not isinstance(default, bool):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            assert f"(default: {shown})" in said
+            assert f"(default: {shown})" in printed
     if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export", "demo"):
         assert CONFIGS[command].policies
         for policy, record in BUILT_IN.items():
             cls = record.settings
-            assert f"{policy}: " in said
+            assert f"{policy}: " in printed
             for name, default, meaning in describe(cls):
                 assert meaning
-                assert f"{name} = {default!r} {plain(meaning)}" in said
+                assert f"{name} = {default!r} {unframed(meaning)}" in printed
     if command in ("train", "compare", "sweep"):
         for name, recipe in RECIPES.items():
-            assert plain(f"{name}: {recipe.title}") in said
+            assert unframed(f"{name}: {recipe.title}") in printed
 
 
 @pytest.mark.usefixtures("wide")
 def test_help_with_a_recipe_shows_its_values(capsys: Any) -> None:
     assert run("train", "--recipe", "aht-balanced", "--help") == 0
-    said = plain(capsys.readouterr().out)
-    assert "(default: 0.05)" in said
-    assert "(default: 1024)" in said
+    printed = unframed(capsys.readouterr().out)
+    assert "(default: 0.05)" in printed
+    assert "(default: 1024)" in printed
     assert run("sweep", "--recipe", "dynamicvit", "--help") == 0
-    assert "(default: 30)" in plain(capsys.readouterr().out)
+    assert "(default: 30)" in unframed(capsys.readouterr().out)
 
 
 def test_help_and_version_do_not_import_torch() -> None:
@@ -152,9 +152,9 @@ def test_an_unknown_flag_or_choice_is_named(tmp_path: Path, capsys: Any) -> None
         (("evaluate", "--data", "x", "--layout", "mask"), "mask"),
     ):
         assert run(*words) == 2
-        said = capsys.readouterr()
-        assert bad in said.out + said.err
-        assert "Traceback" not in said.out + said.err
+        printed = capsys.readouterr()
+        assert bad in printed.out + printed.err
+        assert "Traceback" not in printed.out + printed.err
 
 
 POLICIES = {
@@ -283,7 +283,7 @@ def test_weights_that_cannot_be_used(tmp_path: Path, capsys: Any, monkeypatch: p
     (tmp_path / "text.safetensors").write_text("no weights")
     torch.save({"pos_embed": torch.zeros(1, 5, 7)}, tmp_path / "other.pth")
     torch.save({"pos_embed": torch.zeros(1, 5, 7), "f": Boom()}, tmp_path / "code2.pth")
-    for name, said in (
+    for name, message in (
         ("code.pth", "would run code"),
         ("code2.pth", "would run code"),
         ("code4.pth", "code4.pth"),
@@ -292,7 +292,7 @@ def test_weights_that_cannot_be_used(tmp_path: Path, capsys: Any, monkeypatch: p
         ("other.pth", "do not fit"),
         ("nowhere.pth", "not found"),
     ):
-        assert said in refused(capsys, *start, tmp_path / name)
+        assert message in refused(capsys, *start, tmp_path / name)
     assert not (tmp_path / "this-ran").exists()
     assert not (tmp_path / "out").exists()
 
@@ -339,15 +339,15 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_policy_of_a_file_is_in_the_help_and_can_be_named(mine: Path, capsys: Any) -> None:
     for words in (("--import", mine, "evaluate", "--help"), ("evaluate", f"--import={mine}", "--help")):
         assert run(*words) == 0
-        said = plain(capsys.readouterr().out)
-        assert "mine_cli: Every second patch leaves." in said
-        assert "after = 1 After this block." in said
+        printed = unframed(capsys.readouterr().out)
+        assert "mine_cli: Every second patch leaves." in printed
+        assert "after = 1 After this block." in printed
     given = ("evaluate", "--data", "x", "--backbone", "test_vit", "--import", mine)
     assert "Did you mean 'after'?" in refused(capsys, *given, "--policy", "mine_cli:aftr=2")
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("gone.py", None, "there is no file"),
         ("not a module", None, "expected a file my_policy.py or a module"),
@@ -358,9 +358,9 @@ def test_a_policy_of_a_file_is_in_the_help_and_can_be_named(mine: Path, capsys: 
     ],
 )
 def test_what_cannot_be_imported_is_said_in_a_line(
-    tmp_path: Path, capsys: Any, name: str, text: str | None, said: str
+    tmp_path: Path, capsys: Any, name: str, text: str | None, message: str
 ) -> None:
     source = str(tmp_path / name) if name.endswith(".py") else name
     if text is not None:
         Path(source).write_text(text)
-    assert said in refused(capsys, "--import", source, "train", "--data", "x")
+    assert message in refused(capsys, "--import", source, "train", "--data", "x")

@@ -403,8 +403,8 @@ def test_where_images_are_augmented(tmp_path: Path) -> None:
 
 def test_device_for_a_folder_is_refused(tmp_path: Path, capsys: Any) -> None:
     words = ("--data", split_folder(tmp_path / "in"), "--out", tmp_path / "out", "--backbone", "test_vit")
-    said = refused(capsys, "train", *words, "--img-size", 32, "--batch-size", 8, "--augment.on", "device")
-    assert "is not an array" in said
+    message = refused(capsys, "train", *words, "--img-size", 32, "--batch-size", 8, "--augment.on", "device")
+    assert "is not an array" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -412,8 +412,8 @@ def test_device_for_a_folder_is_refused(tmp_path: Path, capsys: Any) -> None:
     ("flag", "value"), [("--augment.crop-scale", 0), ("--augment.crop-scale", 1.5), ("--augment.color-jitter", -1)]
 )
 def test_a_bad_value_is_refused(tmp_path: Path, capsys: Any, flag: str, value: float) -> None:
-    said = refused(capsys, "train", "--data", tmp_path, flag, value)
-    assert flag[2:].replace("-", "_") in said
+    message = refused(capsys, "train", "--data", tmp_path, flag, value)
+    assert flag[2:].replace("-", "_") in message
 
 
 WORDS = ("--augment.on", "device", "--policy", "static", "--augment.erasing", 0.5, "--augment.color-jitter", 0.2)

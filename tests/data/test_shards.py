@@ -198,9 +198,9 @@ def png() -> bytes:
 def test_a_damaged_shard_is_named_or_left_out(both: tuple[Path, Path], tmp_path: Path, capsys: Any, kind: str) -> None:
     named = damaged(kind, both[1])
     words = ("--data", both[1], "--out", tmp_path / "out", *SMALL, "--policy", "static")
-    said = refused(capsys, "train", *words)
-    assert named in said
-    assert "--allow-corrupt" in said
+    message = refused(capsys, "train", *words)
+    assert named in message
+    assert "--allow-corrupt" in message
     assert not (tmp_path / "out").exists()
     assert train(both[1], tmp_path / "out", "--policy", "static", "--allow-corrupt") == 0
     assert named in capsys.readouterr().err.replace("\n", "")
@@ -212,8 +212,8 @@ def test_a_damaged_image_in_a_shard_is_named_or_left_out(both: tuple[Path, Path]
     file = both[1] / "train-000001.tar"
     image = dataset.splits(both[1])["train"].items[6].open().read()
     file.write_bytes(file.read_bytes().replace(image, b"\0" * len(image)))
-    said = refused(capsys, "train", "--data", both[1], "--out", tmp_path / "out", *SMALL)
-    assert f"{file}:00006" in said
+    message = refused(capsys, "train", "--data", both[1], "--out", tmp_path / "out", *SMALL)
+    assert f"{file}:00006" in message
     assert train(both[1], tmp_path / "out", "--policy", "static", "--allow-corrupt") == 0
 
 
@@ -274,12 +274,12 @@ def test_mosaics_are_cut_into_their_tiles(tmp_path: Path) -> None:
 
 
 def test_bad_mosaics_are_refused(tmp_path: Path) -> None:
-    for name, changes, said in (
+    for name, changes, message in (
         ("count", {"train_y": np.zeros(23, int)}, "23 labels"),
         ("none", {"val_y": np.zeros(3, int)}, "no mosaic val_"),
         ("empty", {"train_y": np.zeros(0, int)}, "no 0 equal squares"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             dataset.splits(cifar(tmp_path / name, **changes))
     place = cifar(tmp_path / "damaged")
     (place / "train_01.png").write_bytes(b"no picture")
@@ -335,8 +335,8 @@ def test_columns_are_found_or_named(tmp_path: Path) -> None:
     table.save_to_disk(str(tmp_path / "two"))
     assert dataset.splits(f"hf:{tmp_path}/two?label=name")["all"].classes == CLASSES
     table.remove_columns("label").save_to_disk(str(tmp_path / "three"))
-    for query, said in (("", "name it"), ("?label=nothing", "no column 'nothing'"), ("?class=x", "got class")):
-        with pytest.raises(DataError, match=said):
+    for query, message in (("", "name it"), ("?label=nothing", "no column 'nothing'"), ("?class=x", "got class")):
+        with pytest.raises(DataError, match=message):
             dataset.splits(f"hf:{tmp_path}/three{query}")
 
 
@@ -344,8 +344,8 @@ def test_bad_hugging_face_sets_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.parquet").write_bytes(b"no table")
-    for name, said in (("nowhere", "downloads nothing"), ("empty", "save_to_disk"), ("bad.parquet", "Cannot read")):
-        with pytest.raises(DataError, match=said):
+    for name, message in (("nowhere", "downloads nothing"), ("empty", "save_to_disk"), ("bad.parquet", "Cannot read")):
+        with pytest.raises(DataError, match=message):
             dataset.splits(f"hf:{tmp_path}/{name}")
     table = tables(folder(tmp_path / "in"))
     cells = table.cast_column("image", type(table.features["image"])(decode=False))

@@ -46,11 +46,11 @@ def literal(model: Any, images: Tensor) -> Tensor:
         for token in range(trace.attended.shape[2]):
             place, left = token, None
             for step in trace.steps:
-                said = step.decision
-                if left is None and isinstance(said, Drop) and said.leaving[b, place]:
+                decision = step.decision
+                if left is None and isinstance(decision, Drop) and decision.leaving[b, place]:
                     left = (step.layer, step.when)
-                elif left is None and isinstance(said, Merge):
-                    goes = int(said.target[b, place])
+                elif left is None and isinstance(decision, Merge):
+                    goes = int(decision.target[b, place])
                     left = (step.layer, step.when) if goes < 0 else None
                     place = place if goes < 0 else goes
             row.append(values[left or "end"][b, place])

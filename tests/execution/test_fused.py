@@ -131,8 +131,8 @@ def test_norms_apart_from_their_products(kind: str, monkeypatch: pytest.MonkeyPa
 
 def traces() -> Iterator[tuple[str, Trace]]:
     """Random answers; in some, all images drop, skip and merge equally many tokens."""
-    said = ["none", "drop", "none", "skip", "none", "none", "none", "merge", "drop_zeroed", "gate", "none", "share"]
-    yield "chosen", random_trace(said, 9, 2)
+    answers = ["none", "drop", "none", "skip", "none", "none", "none", "merge", "drop_zeroed", "gate", "none", "share"]
+    yield "chosen", random_trace(answers, 9, 2)
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
         kinds = [KINDS[i] for i in torch.randint(len(KINDS), (12,), generator=g).tolist()]
@@ -144,8 +144,8 @@ TRACES = dict(traces())
 
 
 def test_every_kind_of_answer_is_replayed() -> None:
-    said = {type(step.decision).__name__ for trace in TRACES.values() for step in trace.steps}
-    assert said == {"Keep", "Drop", "Skip", "Merge"}
+    found = {type(step.decision).__name__ for trace in TRACES.values() for step in trace.steps}
+    assert found == {"Keep", "Drop", "Skip", "Merge"}
 
 
 @here
@@ -160,8 +160,8 @@ def test_replay(name: str, moves: frozenset[int] | None) -> None:
 @here
 @pytest.mark.parametrize("equal", [False, True])
 def test_everything_left_after_the_first_block(equal: bool) -> None:
-    said = ["none", "none", "drop_all", "none", "drop_all", "none"] + ["none"] * 6
-    trace = next(t for t in (random_trace(said, s, 2, equal=equal) for s in range(99)) if _emptied(t))
+    kinds = ["none", "none", "drop_all", "none", "drop_all", "none"] + ["none"] * 6
+    trace = next(t for t in (random_trace(kinds, s, 2, equal=equal) for s in range(99)) if _emptied(t))
     check(replaying(trace), images_of(), ("packed", "gathered") if equal else ("packed",))
 
 
@@ -244,14 +244,14 @@ def test_refused_models_run_without(what: str) -> None:
     model = make("aht", change)
     launch.on_cpu = True
     with torch.inference_mode():
-        said = triton.refusal(model.backbone, torch.float32, torch.device(DEVICE))
-        assert said is not None
-        assert reason in said
+        refusal = triton.refusal(model.backbone, torch.float32, torch.device(DEVICE))
+        assert refusal is not None
+        assert reason in refusal
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
     if ON_GPU:
         assert reason in model.explain_layout()
         assert "masked on cuda with PyTorch modules" in model.explain_layout()
-        assert f"no fused kernels: {said}" in model.explain_layout("packed")
+        assert f"no fused kernels: {refusal}" in model.explain_layout("packed")
     else:
         how = "products in place" if what == "odd width" else "PyTorch modules"
         assert f"packed on cpu with {how}" in model.explain_layout()
@@ -266,8 +266,8 @@ def test_other_norms(layer: Any) -> None:
     model = adaptivit.create(vit, "aht", **HALTING).to(DEVICE).eval()
     launch.on_cpu = True
     with torch.inference_mode():
-        said = triton.refusal(model.backbone, torch.float32, torch.device(DEVICE))
-        assert layer is not RmsNorm or "norms are RmsNorm" in str(said)
+        reason = triton.refusal(model.backbone, torch.float32, torch.device(DEVICE))
+        assert layer is not RmsNorm or "norms are RmsNorm" in str(reason)
         assert_same(model(images_of(), layout="packed"), model(images_of(), layout="masked"))
 
 

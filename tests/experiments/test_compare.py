@@ -53,9 +53,9 @@ def test_training_one_recipe_for_all_and_a_second_call_runs_nothing_again(
     words = ("compare", "--data", small, "--out", out, *TINY, "--epochs", 1, "--timing-batch", 4)
     methods = ("--methods", "avit", "aht:balanced", "aht:planner_blocks=99")
     assert run(*words, *methods, "--timing-repeats", 2) == 0
-    said = capsys.readouterr().out
-    assert "aht:balanced" in said
-    assert "wrote" in said
+    printed = capsys.readouterr().out
+    assert "aht:balanced" in printed
+    assert "wrote" in printed
     rows = rows_of(out)
     assert list(rows) == [("static", 0), ("avit", 0), ("aht:balanced", 0), ("aht:planner_blocks=99", 0)]
     assert all(tuple(row) == COLUMNS for row in rows.values())
@@ -234,9 +234,9 @@ def test_help_without_torch() -> None:
         "import sys; from adaptivit.cli.main import main; main(['compare', '--help']); "
         "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for word in ("--methods", "--start", "--timing-repeats", "aht-balanced", "gate_scale"):
-        assert word in said
+        assert word in printed
 
 
 def test_the_command_of_a_configuration() -> None:

@@ -67,7 +67,7 @@ def test_a_policy_without_a_recipe_takes_its_default_ones_losses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("ahtt", "'aht'"),
         ("aht:balancd", "'balanced'"),
@@ -83,10 +83,10 @@ def test_a_policy_without_a_recipe_takes_its_default_ones_losses() -> None:
         ("replay", "one batch"),
     ],
 )
-def test_mistakes_in_a_method_are_explained(spec: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_mistakes_in_a_method_are_explained(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         parse_method(spec, SHARED)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         CompareConfig(data="digits", methods=("avit", spec))
 
 
@@ -155,5 +155,5 @@ def test_a_list_is_written_as_it_is_read() -> None:
 
 
 def test_a_flag_given_twice_is_refused(tmp_path: Path, capsys: Any) -> None:
-    said = refused(capsys, "compare", "--methods", "tome", "--methods", "fold", "--data", "digits")
-    assert "--methods was given 2 times" in said
+    message = refused(capsys, "compare", "--methods", "tome", "--methods", "fold", "--data", "digits")
+    assert "--methods was given 2 times" in message

@@ -57,8 +57,8 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
 ) -> None:
     given = (*words("tiny", small, tmp_path), "--seeds", 0, 3, "--device", "cpu")
     assert run(*given) == 1
-    said = capsys.readouterr()
-    assert "4 of 14 rows failed" in said.err
+    printed = capsys.readouterr()
+    assert "4 of 14 rows failed" in printed.err
     assert launched.count("AHT-ViT") == 2
     assert "goes on from broken" not in launched
     rows = rows_of(tmp_path)
@@ -365,7 +365,7 @@ def test_asked_to_end_jobs_write_a_checkpoint_first(tmp_path: Path, small: Path)
     """Whatever step it was at: the log ends where the checkpoint does."""
     given = (*words("digits", small, tmp_path), "--device", "cpu", "--only", "static", "--set", "backbone=test_vit")
     more = ("img_size=32", "batch_size=2", "epochs=4000", "run.log_steps=1")
-    log = tmp_path / "said.txt"
+    log = tmp_path / "output.txt"
     parent = begin(run, *given, *more, output=log)
     try:
         place = wait_for(lambda: next(iter((tmp_path / "work" / "runs").glob("*/checkpoint")), None)).parent
@@ -373,9 +373,9 @@ def test_asked_to_end_jobs_write_a_checkpoint_first(tmp_path: Path, small: Path)
         assert ended(parent) == 130
     finally:
         parent.kill()
-    said = log.read_text()
-    assert "stopped; the same command goes on with it" in said
-    assert "interrupted; the same command goes on" in said
+    printed = log.read_text()
+    assert "stopped; the same command goes on with it" in printed
+    assert "interrupted; the same command goes on" in printed
     spec = next((tmp_path / "work" / "rows").glob("*.job"))
     assert not _alive(str(spec))
     steps = [json.loads(line)["step"] for line in (place / "log.jsonl").read_text().splitlines()]

@@ -35,10 +35,10 @@ ROOT = Path(__file__).parents[2]
 # -- what there is --------------------------------------------------------------------------------------------------
 def test_the_listing_names_every_table_and_what_it_corresponds_to(capsys: Any) -> None:
     assert run("reproduce") == 0
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     for table in TABLES.values():
-        assert table.name in said
-        assert all(word in said for word in table.source.split())
+        assert table.name in printed
+        assert all(word in printed for word in table.source.split())
     wanted = {
         "digits",
         "cifar100-static",
@@ -66,10 +66,10 @@ def test_every_table_can_be_planned_and_shown(name: str, tmp_path: Path, capsys:
         settings.make(*settings.parse(job.training.policy))
         assert full_spec(job.training)
     assert run("reproduce", name, "--dry-run", "--work", tmp_path) == 0  # not what was run here
-    said = capsys.readouterr().out
-    assert table.protocol in said
-    assert said.count("to run  ") == len(jobs)
-    assert all(f"{job.name}, seed {job.seed}:" in said for job in jobs)
+    printed = capsys.readouterr().out
+    assert table.protocol in printed
+    assert printed.count("to run  ") == len(jobs)
+    assert all(f"{job.name}, seed {job.seed}:" in printed for job in jobs)
 
 
 def test_every_recipe_of_a_paper_is_in_a_table() -> None:
@@ -265,7 +265,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     weights.touch()
     words = [sys.executable, str(ROOT / "benchmarks" / "restore_rows.py")]
     flags = ("--data", "runs/c100", "--weights", str(weights))
-    said = subprocess.run(
+    printed = subprocess.run(
         [*words, str(place), str(tmp_path), *flags], capture_output=True, text=True, check=True
     ).stdout
     given = {"data": "runs/c100", "weights": str(weights), "work": str(tmp_path)}
@@ -276,7 +276,7 @@ def test_rows_come_back_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
             found = rows[row["method"], row["seed"]]
             assert (found is None) == (row["method"] == "static")
             assert found is None or (found["top1"], found["commit"]) == (row["top1"], row["commit"])
-    assert said.count("restored") == sum(row is not None for row in rows.values()) == 21
+    assert printed.count("restored") == sum(row is not None for row in rows.values()) == 21
     for job in jobs:
         right = job.rows.correct(job.key)
         assert (right is None) == (job.name == "static")

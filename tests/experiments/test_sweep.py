@@ -84,12 +84,12 @@ def test_tpe_is_reproducible_and_goes_on(tmp_path: Path, fake: list[TrainConfig]
 
 def test_another_search_in_the_same_place_is_refused(tmp_path: Path, fake: list[TrainConfig]) -> None:
     search(config(tmp_path))
-    for changes, said in (
+    for changes, message in (
         ({"optim": OptimConfig(lr=5e-4)}, r"optim.lr \(was 0.0001, now 0.0005\)"),
         ({"objective": "accuracy"}, r"objective \(was 'budget', now 'accuracy'\)"),
         ({"max_share": 0.5}, "max_share"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             search(config(tmp_path, **changes))
     with pytest.raises(UserError, match="space"):
         search(config(tmp_path, LR))
@@ -147,11 +147,11 @@ def test_front_and_hypervolume_by_hand() -> None:
 
 def test_the_hypervolume_is_said_after_every_trial(tmp_path: Path, fake: list[TrainConfig], capsys: Any) -> None:
     search(config(tmp_path, LR, objective="hypervolume"))
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     # 51 % at 0.54, 53 % at 0.62, 60 % at 0.9
     for value in (51 * 0.46, 51 * 0.46 + 2 * 0.38, 51 * 0.46 + 2 * 0.38 + 7 * 0.1):
-        assert f"hypervolume {value:.2f} %" in said.err
-    assert f"hypervolume {51 * 0.46 + 2 * 0.38 + 7 * 0.1:.2f} %" in said.out
+        assert f"hypervolume {value:.2f} %" in printed.err
+    assert f"hypervolume {51 * 0.46 + 2 * 0.38 + 7 * 0.1:.2f} %" in printed.out
 
 
 @pytest.mark.parametrize("shares", [(0.4, 0.6, 0.9), (1.0, 1.0, 1.0), (0.5,)])

@@ -51,10 +51,10 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_mistake_in_the_space_is_said_in_one_line(kind: str) -> None:
     space, expected = BAD[kind]
-    with pytest.raises(UserError) as said:
+    with pytest.raises(UserError) as raised:
         parse(space, BASE)
-    assert expected in str(said.value)
-    assert "\n" not in str(said.value)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_other_limits() -> None:
@@ -121,9 +121,9 @@ def test_a_bad_recipe_file_is_refused(tmp_path: Path, capsys: Any, text: str | N
     path = tmp_path / "best.json"
     if text is not None:
         path.write_text(text)
-    said = refused(capsys, "train", "--recipe", path, "--data", tmp_path)
-    assert expected in said
-    assert "best.json" in said
+    message = refused(capsys, "train", "--recipe", path, "--data", tmp_path)
+    assert expected in message
+    assert "best.json" in message
 
 
 def test_a_recipe_file_may_name_a_few_fields(tmp_path: Path) -> None:

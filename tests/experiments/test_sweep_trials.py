@@ -51,9 +51,9 @@ def test_a_failing_trial_is_recorded_and_the_rest_runs(
     assert [r["status"] for r in found] == ["finished", "finished", "failed"]
     assert found[2]["reason"].startswith("The loss")
     assert found[2]["optim.lr"] == "1e-3"
-    said = capsys.readouterr()
-    assert "1 trials failed" in said.out
-    assert "failed: The loss" in said.err
+    printed = capsys.readouterr()
+    assert "1 trials failed" in printed.out
+    assert "failed: The loss" in printed.err
 
 
 def test_a_combination_that_cannot_be_is_a_failed_trial(tmp_path: Path, fake: list[TrainConfig]) -> None:

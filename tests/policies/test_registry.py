@@ -58,7 +58,7 @@ def test_an_entry_point_is_loaded_when_its_policy_is_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("name", "said"), [("empty", "registered no policy 'empty'"), ("broken", "cannot be")])
-def test_an_entry_point_that_does_not_work_is_named(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("name", "message"), [("empty", "registered no policy 'empty'"), ("broken", "cannot be")])
+def test_an_entry_point_that_does_not_work_is_named(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         adaptivit.create("test_vit", name)

@@ -33,11 +33,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     """The command is refused with code 2 and one line on stderr; returns that line."""
     capsys.readouterr()
     code = run(*words)
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert said.startswith("adaptivit: "), said
-    assert said.count("\n") == 1, said
-    return said
+    message = capsys.readouterr().err
+    assert code == 2, message
+    assert message.startswith("adaptivit: "), message
+    assert message.count("\n") == 1, message
+    return message
 
 
 def static(path: Path, classes: int = 3) -> Path:

@@ -116,10 +116,10 @@ def test_one_class_is_enough(data: Path, tmp_path: Path, capsys: Any) -> None:
 
     words = ("--data", data, "--checkpoint", place, "--json", tmp_path / "r.json", "--compare-to", place)
     assert run("evaluate", *words) == 0
-    row, said = json.loads((tmp_path / "r.json").read_text()), capsys.readouterr().out
+    row, printed = json.loads((tmp_path / "r.json").read_text()), capsys.readouterr().out
     assert row["mae"] == pytest.approx(log(tmp_path / "out")[-1]["mae"], abs=1e-3)
     assert row["difference"] == 0
-    assert "mean error / RMSE" in said
+    assert "mean error / RMSE" in printed
 
     x, y = halves(3, 2)
     for i in range(3):

@@ -93,9 +93,9 @@ def test_a_message_does_not_write_out_the_graph(version: str, monkeypatch: pytes
     monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(whole))  # undone afterwards
     monkeypatch.setattr(torch, "__version__", version)
     assert int(compiling.compiled(lambda x: x + 1, backend="eager")(torch.ones(()))) == 2
-    said = OperatorIssue.operator_str("mine::op", ["all the rest"], {})
-    assert "mine::op" in said
-    assert ("all the rest" in said) == (version == "2.13.0")
+    message = OperatorIssue.operator_str("mine::op", ["all the rest"], {})
+    assert "mine::op" in message
+    assert ("all the rest" in message) == (version == "2.13.0")
 
 
 @pytest.mark.usefixtures("one_graph")

@@ -212,8 +212,8 @@ def test_sharding_is_really_sharding(tmp_path: Path, where: Path) -> None:
     """A process has half of the weights and of AdamW's state."""
     out = tmp_path / "two"
     pair(where, out, *PLAIN, "--policy", "static", "--run.fsdp", first=watched)
-    said = [out.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
-    held = [[int(w) for w in text.split("HELD")[1].split()[:2]] for text in said]
+    files = [out.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
+    held = [[int(w) for w in text.split("HELD")[1].split()[:2]] for text in files]
     total = sum(v.numel() for v in weights(out).values())
     assert sum(h[0] for h in held) == total
     assert sum(h[1] for h in held) == 2 * total
@@ -221,17 +221,17 @@ def test_sharding_is_really_sharding(tmp_path: Path, where: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("--run.fsdp",), "start it with torchrun"),
         (("--run.checkpoint-activations", "--run.compile"), "cannot be combined"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_written(
-    tmp_path: Path, where: Path, capsys: Any, more: tuple[Any, ...], said: str
+    tmp_path: Path, where: Path, capsys: Any, more: tuple[Any, ...], message: str
 ) -> None:
     words = ("train", "--data", where, "--out", tmp_path / "no", "--device", "cpu", *SMALL, *more)
-    assert said in refused(capsys, *words)
+    assert message in refused(capsys, *words)
     assert "times 3 parts" in refused(capsys, *words[: -len(more)], "--run.accumulate", 3)
     assert not (tmp_path / "no").exists()
 
@@ -281,13 +281,13 @@ def test_killed_processes_leave_nobody_waiting_and_the_run_goes_on(
 ) -> None:
     """Killed inside the fifth step, after the checkpoint of the fourth; the other one says what happened and ends."""
     out = tmp_path / "out"
-    codes, said = start_pair(where, out, *KILLED, first=partial(deadly, victims))
+    codes, printed = start_pair(where, out, *KILLED, first=partial(deadly, victims))
     assert [codes[v] for v in victims] == [-signal.SIGKILL] * len(victims)
     for rank in {0, 1} - set(victims):
         assert codes[rank] == 2
-        assert "lost another one" in said[rank]
-        assert "--resume" in said[rank]
-        assert "Traceback" not in said[rank]
+        assert "lost another one" in printed[rank]
+        assert "--resume" in printed[rank]
+        assert "Traceback" not in printed[rank]
     assert torch.load(out / "checkpoint" / "training.pt", weights_only=True)["step"] == 4
     pair(where, out, *KILLED, "--resume")
     assert_same_curve(whole, out)
@@ -307,9 +307,9 @@ def test_torchrun_starts_a_killed_run_again_where_it_was(tmp_path: Path, where: 
         os.kill(int(children[-1]), signal.SIGKILL)
 
     words = ("--data", where, "--out", out, "--device", "cpu", *SMALL, *KILLED)
-    code, said, wrong = torchrun("train", *words, options=("--max-restarts", 1), meanwhile=kill)
+    code, printed, wrong = torchrun("train", *words, options=("--max-restarts", 1), meanwhile=kill)
     assert code == 0, wrong[-3000:]
-    assert said.count("saved") == 1, "one process speaks"
+    assert printed.count("saved") == 1, "one process speaks"
     assert "resumed after step" in wrong
     assert_same_curve(whole, out)
     assert_close_weights(whole, out, 1e-6)
@@ -324,8 +324,8 @@ def test_processes_that_start_again_do_not_take_the_dead_for_each_other(tmp_path
     for attempt, late in (("0", 0.0), ("1", 2.0)):
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
         out = tmp_path / attempt
-        codes, said = start_pair(where, out, *more, port=store.port, late=late, **environ)
-        assert codes == [0, 0], "".join(said)[-3000:]
+        codes, printed = start_pair(where, out, *more, port=store.port, late=late, **environ)
+        assert codes == [0, 0], "".join(printed)[-3000:]
 
 
 def test_two_nodes(tmp_path: Path, where: Path, whole: Path) -> None:

@@ -184,19 +184,19 @@ def test_a_transfer_starts_from_the_model_that_balanced_saved(tmp_path: Path) ->
 
 def test_the_listing_and_one_recipe(capsys: Any) -> None:
     assert run("recipes") == 0
-    said = capsys.readouterr().out
-    assert len(said.splitlines()) == len(RECIPES)
-    assert said.strip() == recipes.listing().strip()
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == len(RECIPES)
+    assert printed.strip() == recipes.listing().strip()
     for name, recipe in RECIPES.items():
-        assert f"  {name}: {recipe.title}\n" in said
+        assert f"  {name}: {recipe.title}\n" in printed
     assert run("recipes", "avit-network") == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for line in (
         "+0.06 points",
         "--policy avit:gate_scale=5,gate_center=10,gate=network",
         "--optim.lr 0.0015",
         "--loss.prior 0.1",
     ):
-        assert line in said
-    assert "--loss.target-depth" not in said  # as by default
+        assert line in printed
+    assert "--loss.target-depth" not in printed  # as by default
     assert "Did you mean 'avit-network'?" in refused(capsys, "recipes", "avit-netwrk")

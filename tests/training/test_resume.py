@@ -192,10 +192,10 @@ def words(whole: Any, out: Path, *more: Any) -> tuple[Any, ...]:
 
 def test_another_configuration_is_refused_with_what_differs(whole: Any, capsys: Any) -> None:
     out = whole[0].parent / "out"
-    said = refused(capsys, *words(whole, out, "--resume", "--optim.lr", 0.5, "--optim.ema", 0.5))
-    assert "lr (was 0.001, now 0.5)" in said
-    assert "ema (was 0.9, now 0.5)" in said
-    assert "drop_path" not in said
+    message = refused(capsys, *words(whole, out, "--resume", "--optim.lr", 0.5, "--optim.ema", 0.5))
+    assert "lr (was 0.001, now 0.5)" in message
+    assert "ema (was 0.9, now 0.5)" in message
+    assert "drop_path" not in message
     refused(capsys, *words(whole, out, "--resume", "--policy", "static"))
     assert_same_weights(weights(out), whole[1])
 
@@ -260,8 +260,8 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(whole: Any,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskLoss, "sums", spoilt)
         assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 2) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "'task' became nan at step" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "'task' became nan at step" in message
     assert [r["step"] for r in log(tmp_path) if r["kind"] == "train"] == [1, 2, 3, 4, 5]
     assert torch.load(tmp_path / "checkpoint" / "training.pt", weights_only=True)["step"] == 4
     assert train(whole[0], tmp_path, *HARD, "--run.checkpoint-steps", 2, "--resume") == 0

@@ -61,11 +61,11 @@ def test_every_recipe_trains_through_the_command_line(tmp_path: Path, name: str)
     where = split_folder(tmp_path / "in")
     more = ("--weights", static(tmp_path / "static")) if get(name).loss.distill else ()
     assert train(where, tmp_path / "out", "--recipe", name, *more) == 0
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
     expected = get(name)
-    assert said["recipe"] == name
+    assert saved["recipe"] == name
     settings = flat(expected)
-    assert all(said[k] == settings[k] for k in ("policy", "optim.lr", *(f"loss.{term}" for term in TERMS)))
+    assert all(saved[k] == settings[k] for k in ("policy", "optim.lr", *(f"loss.{term}" for term in TERMS)))
     terms = {k for k in TERMS if settings[f"loss.{k}"]}
     records = [r for r in log(tmp_path / "out") if r["kind"] == "train"]
     assert len(records) == 3
@@ -83,8 +83,8 @@ def test_flags_override_a_recipe(tmp_path: Path) -> None:
     where = split_folder(tmp_path / "in")
     words = ("--recipe", "aht-balanced", "--loss.ponder", 0.25, "--policy", "aht:eps=0.1")
     assert train(where, tmp_path / "out", *words) == 0
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
-    assert (said["loss.ponder"], said["loss.target_depth"], said["policy"]) == (0.25, 0.5, "aht:eps=0.1")
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
+    assert (saved["loss.ponder"], saved["loss.target_depth"], saved["policy"]) == (0.25, 0.5, "aht:eps=0.1")
 
 
 def test_the_test_split_is_never_read(tmp_path: Path) -> None:
