@@ -269,7 +269,7 @@ def test_a_policy_of_ones_own(tmp_path: Path, monkeypatch: Any) -> None:
             leaving = torch.arange(ctx.present.shape[1]) > 8
             return adaptivit.Drop(leaving.expand_as(ctx.present)) if ctx.layer + 1 == self.settings.layer else None
 
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.PLUGINS, "registered", {})
     adaptivit.register_policy("half", Settings)(Half)
     model = tiny("half", layer=3, names=("x", "y"))
     nn.init.constant_(model.policy.scale, 0.25)

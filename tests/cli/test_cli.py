@@ -329,7 +329,7 @@ class Mine(adaptivit.Policy):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.PLUGINS, "registered", {})
     path = tmp_path / "my_policy.py"
     path.write_text(MINE.replace("\\'", "'"))
     return path

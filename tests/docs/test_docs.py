@@ -238,7 +238,7 @@ def workplace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield tmp_path
-    registry._registered.clear()
+    registry.PLUGINS.registered.clear()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "python")])

@@ -26,7 +26,7 @@ def test_every_policy_is_among_the_cases() -> None:
 def own_policies() -> Iterator[None]:
     """Policies registered in a test are gone after it."""
     yield
-    registry._registered.clear()
+    registry.PLUGINS.registered.clear()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -43,7 +43,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = ("half = half_vit", "empty = empty_vit", "broken = broken_vit")
     (info / "entry_points.txt").write_text("[adaptivit.policies]\n" + "\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.PLUGINS, "registered", {})
     importlib.invalidate_caches()
     return tmp_path
 

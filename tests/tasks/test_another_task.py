@@ -79,7 +79,7 @@ class Brightness(adaptivit.Task):
 def _registered() -> Iterator[None]:
     adaptivit.register_task("brightness")(Brightness)
     yield
-    registry._made.pop("brightness", None)
+    registry.PLUGINS.registered.pop("brightness", None)
 
 
 def halves(count: int, seed: int) -> tuple[Any, Any]:
@@ -170,7 +170,7 @@ def test_a_task_is_part_of_what_fits(data: Path, tmp_path: Path, capsys: Any) ->
     model = tiny("static", more={"num_classes": 2})
     model.task = "brightness"
     model.save_pretrained(tmp_path / "saved")
-    registry._made.pop("brightness")
+    registry.PLUGINS.registered.pop("brightness")
     with pytest.raises(WeightsError, match=r"task 'brightness', which is unknown here .*register_task\('brightness'\)"):
         adaptivit.load(tmp_path / "saved")
     with pytest.raises(UserError, match="built in"):
