@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from .context import BlockContext
 
 
-def normalised(rows: Tensor) -> Tensor:
-    """LayerNorm without parameters, in float32."""
-    return F.layer_norm(rows.float(), rows.shape[-1:])
-
-
 class Planner(nn.Module):
     """P_s: a token and the mean of its image -> a target depth (Sec. 3.2, 3.5: a two-layer MLP with ReLU)."""
 
@@ -53,7 +48,7 @@ class Planner(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, rows: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # [R, D] -> [R]
-        token = normalised(rows)
+        token = F.layer_norm(rows.float(), rows.shape[-1:])  # without parameters
         joined = torch.cat([token, mean(token)], dim=-1) if self.context else token
         u = self.out(F.relu(self.hidden(joined.to(self.hidden.weight.dtype)))).float()
         return 1 + (self.layers - 1) * torch.sigmoid(u[..., 0])
@@ -77,7 +72,7 @@ class AHT(Policy):
         check_blocks("planner_blocks", blocks, 1, shape.layers)
         if context == "class" and not shape.class_token:
             raise UserError("planner_context: 'class' needs a class token, which this backbone lacks; use 'mean'.")
-        self._check_feature()
+        self._check()
         self.traits = Traits(
             keeps_prefix=True,
             ignores_last_mlp_patches=True,
@@ -91,7 +86,7 @@ class AHT(Policy):
             {str(b): Planner(shape.dim, width, shape.layers, context != "none") for b in sorted(blocks)}
         )
 
-    def _check_feature(self) -> None:
+    def _check(self) -> None:
         if self.settings.index >= self.shape.mlp_dim:
             raise UserError(f"index: expected less than the MLP's width {self.shape.mlp_dim}.")
 
@@ -106,7 +101,7 @@ class AHT(Policy):
         return frozenset({"fc1"}) if self.decides(layer) else frozenset()
 
     def policy_macs(self, layer: int, costs: CostModel) -> tuple[float, float]:
-        return 0.0, 0.0  # planners run only when they are asked for
+        return 0.0, 0.0  # planners run on request alone
 
     def init_state(self, ctx: BlockContext) -> State:
         return State(self._halting(ctx))
@@ -125,14 +120,16 @@ class AHT(Policy):
 
     def after(self, ctx: BlockContext, state: State) -> Decision:
         self._plan(ctx, state)
-        if gate := ctx.evidence.get("gate"):
-            full = state.halting.take(gate, ctx.layer + 1)
-            weight = state.halting.presence[-1] if self.settings.straight_through else None
-            return Drop(full, key_weight=weight, staying=gate.active)
-        score = torch.zeros_like(state.halting.cumulative) if ctx.last else self._score(ctx)
-        full, _ = state.halting.step(score, ctx.layer + 1, ctx.last, over_limit=ctx.over_limit)
-        weight = state.halting.presence[-1] if self.settings.straight_through else None
-        return Keep() if ctx.last else Drop(full, key_weight=weight)
+        halting, gate = state.halting, ctx.evidence.get("gate")
+        if gate is not None:  # decided inside a kernel
+            leaving = halting.take(gate, ctx.layer + 1)
+        else:
+            score = torch.zeros_like(halting.cumulative) if ctx.last else self._score(ctx)
+            leaving, _ = halting.step(score, ctx.layer + 1, ctx.last, over_limit=ctx.over_limit)
+        if ctx.last:
+            return Keep()
+        weight = halting.presence[-1] if self.settings.straight_through else None
+        return Drop(leaving, key_weight=weight, staying=None if gate is None else gate.active)
 
     def _score(self, ctx: BlockContext) -> Tensor:
         """[B, N] h."""

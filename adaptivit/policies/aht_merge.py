@@ -53,7 +53,7 @@ class AHTMerge(AHT):
     """Facts: those of AHT; presence_mlp [L, B, N] where tokens halt before the MLP; with aux=('features',) what the
     halting blocks read, [halting blocks, B, N]."""
 
-    def _check_feature(self) -> None:
+    def _check(self) -> None:
         settings, shape = self.settings, self.shape
         if settings.feature not in BY_ATTENTION:
             width = shape.dim if settings.feature == "residual" else shape.mlp_dim
