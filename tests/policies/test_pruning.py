@@ -225,6 +225,6 @@ def test_evit_fused_patch_passes_a_gradient_to_its_weights() -> None:
     model(pictures()).logits.pow(2).sum().backward()
     through = model.vit.blocks[4].attn.qkv.weight.grad.clone()
     model.zero_grad()
-    model.policy.traits.evidence_grad = False
+    model.policy.traits = replace(model.policy.traits, evidence_grad=False)
     model(pictures()).logits.pow(2).sum().backward()
     assert not torch.allclose(through, model.vit.blocks[4].attn.qkv.weight.grad)
