@@ -71,7 +71,7 @@ class ModelConfig:
 
 
 def names_of(path: str | None, model: AdaptiveViT) -> list[str] | None:
-    """The class names in a file, one for each class of the model; None where there is no file."""
+    """Read class names from a file, one for each class of the model; None without a file."""
     if path is None:
         return None
     try:

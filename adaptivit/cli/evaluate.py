@@ -66,7 +66,7 @@ def run(config: EvaluateConfig) -> None:
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
     for m in filter(None, (model, other)):
-        labelled.for_model(m)  # say what does not fit before anything runs
+        labelled.for_model(m)  # an error before anything runs where classes do not fit
     given: dict[str, Any] = {k: getattr(config, k) for k in ("precision", "layout", "batch_size", "workers")}
     result = report.measure(model, labelled, device, **given)
     row = report.row(config.model.checkpoint or config.model.backbone or "", model, result, device, config.precision)

@@ -68,7 +68,7 @@ def _run(given: list[str]) -> None:
 
 
 def _imported(given: list[str]) -> list[str]:
-    """The words without --import, whose files and modules are imported: they register policies and tasks."""
+    """Import what follows --import, which registers policies and tasks; returns the other words."""
     words, found, rest = [], [], iter(given)
     for word in rest:
         if word == "--import" or word.startswith("--import="):
@@ -84,7 +84,7 @@ def _imported(given: list[str]) -> list[str]:
 
 
 def _parse(name: str, command: Command, rest: list[str]) -> Any:
-    """The configuration that the words say."""
+    """Parse the words of a command into its configuration."""
     import tyro
 
     words: list[str] = []
@@ -104,7 +104,7 @@ def _parse(name: str, command: Command, rest: list[str]) -> Any:
 
 
 def _check_flags(command: Command, flags: list[str]) -> None:
-    """Refuse a list that is given twice, of which tyro takes the last, and a flag from before 0.2."""
+    """Refuse lists given twice, since tyro would take the last alone, and flags from before 0.2."""
     from ..training.config import RENAMED
     from ..utils.settings import kinds
 

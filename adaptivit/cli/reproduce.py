@@ -49,7 +49,7 @@ def _interrupted(*_: object) -> None:
 
 
 def listing() -> None:
-    """Print every table with what it corresponds to and how much it is."""
+    """Print every table with its source, its time and its number of runs."""
     from ..utils.console import screen_table, show
 
     cells = []

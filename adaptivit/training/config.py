@@ -186,13 +186,13 @@ class TrainConfig:
 
 # What a method brings of its own when methods are compared under one recipe: its losses, but not distillation.
 LOSSES = tuple(f"loss.{field.name}" for field in fields(LossConfig) if field.name not in ("distill", "features"))
-# What the figures of a run do not follow from: free to differ when it goes on.
+# Settings that do not change the figures of a run: they may differ when it is resumed.
 FREE = frozenset(
     {"out", "resume", "recipe", "workers", "device", *(f"run.{field.name}" for field in fields(RunConfig))}
 )
 
 GROUPS = {"optim": OptimConfig, "augment": AugmentConfig, "loss": LossConfig, "run": RunConfig}
-# Names of settings before 0.2, or without their group, and the names now; what is gone has none.
+# Names of settings before 0.2, or without their group -> names now; empty for settings that are gone.
 RENAMED = {field.name: f"{group}.{field.name}" for group, cls in GROUPS.items() for field in fields(cls)}
 RENAMED |= {"augment": "augment.kind", "augment_on": "augment.on", "random_erasing": "augment.erasing"}
 RENAMED |= {"budget": "loss.cost", "budget_share": "loss.cost_target", "calibrate": "gate_init"}
@@ -208,7 +208,7 @@ def wrong_name(kind: str, name: str, valid: Iterable[str]) -> UserError:
 
 
 def with_settings(config: TrainConfig, given: Mapping[str, Any], kind: str = "setting") -> TrainConfig:
-    """The configuration with other values, or their texts, by dotted names; an error names what is wrong."""
+    """Change settings by dotted names; values may be texts. An error names the setting."""
     known = kinds(type(config))
     for name in given:
         if name not in known:

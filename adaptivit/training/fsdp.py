@@ -23,7 +23,7 @@ def shard(model: AdaptiveViT, device: str, processes: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # a Linear returns a view of its rows; the warning is of work in place on it, which training does not do
+    # the warning is of in-place work on the view that a Linear returns, which training does not do
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device, (processes,))
     for module in model.vit.blocks.modules():

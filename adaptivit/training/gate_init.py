@@ -18,8 +18,10 @@ from .config import TrainConfig
 def init_gate(
     model: AdaptiveViT, values: dict[str, Any], config: TrainConfig, some: Labelled, device: torch.device | str
 ) -> str | None:
-    """Set the gate's start on up to 64 images, unless the settings give it or the weights bring a trained policy of
-    this kind; returns a line that says what was done."""
+    """Set the gate's start on up to 64 images; returns a line for the log.
+
+    Nothing is done if the settings give the start, or the weights bring a trained policy of this kind.
+    """
     weights, aims = config.weights, config.loss.cost or getattr(model.policy.settings, "start_at", "") == "budget"
     share = config.loss.cost_target if aims else None
     trained = weights is not None and Path(weights).is_dir() and read_config(weights)["policy"] == model.policy_name

@@ -27,7 +27,7 @@ _TERMS = {
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of a log that are whole; none where there is no file."""
+    """Read the complete lines of a log; none without a file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -40,7 +40,7 @@ def write_tables(records: Sequence[Record], where: Path) -> None:
 
 
 def _flat(record: Record) -> Record:
-    """A list is a column an element, live_1 the first block."""
+    """Give every element of a list a column of its own: live_1 is the first block."""
     flat: Record = {}
     for name, value in record.items():
         if isinstance(value, list):
@@ -76,7 +76,7 @@ def draw(records: Sequence[Record], name: str, task: Task) -> bytes:
 
 
 def _losses(axes: Any, train: Sequence[Record], name: str) -> None:
-    """Terms differ by orders of magnitude: a logarithmic axis where all are > 0."""
+    """Draw the loss and its terms, on a logarithmic axis where all are positive and differ much."""
     found = [(term, colour) for term, colour in _TERMS.items() if any(term in r for r in train)]
     shown = [("loss", INK), *found] if len(found) > 1 else [("loss", ACCENT)]
     ends = []
@@ -98,7 +98,7 @@ def _series(records: Iterable[Record], name: str) -> tuple[list[int], list[float
 
 
 def _labels(axes: Any, ends: Sequence[tuple[str, Any, list[int], list[float]]]) -> None:
-    """The name of every line at its end, moved apart where they would meet."""
+    """Write the name of every line at its end, moved apart where they would overlap."""
     axes.get_xlim(), axes.get_ylim()  # settles the scale
     box, at, placed = axes.get_window_extent(), -1e9, []
     last = [(axes.transData.transform((x[-1], y[-1]))[1] - box.y0, name, colour) for name, colour, x, y in ends if x]
@@ -114,7 +114,7 @@ def _labels(axes: Any, ends: Sequence[tuple[str, Any, list[int], list[float]]]) 
 def _pair(
     axes: Any, train: Sequence[Record], validation: Sequence[Record], names: tuple[str, str], title: str, detail: str
 ) -> None:
-    """A figure in training, and in validation."""
+    """Draw a figure in training and in validation."""
     x, y = _series(train, names[0])
     axes.plot(x, y, color="#9aa3ab", linewidth=1.1, zorder=2)
     there, value = _series(validation, names[1])
@@ -124,7 +124,7 @@ def _pair(
 
 
 def _live(axes: Any, train: Sequence[Record]) -> None:
-    """One line a block, from light (the first) to dark."""
+    """Draw the live tokens, one line a block, from light (the first) to dark."""
     rows = [(r["step"], r["live"]) for r in train if "live" in r]
     layers = len(rows[-1][1]) if rows else 0
     ends = []

@@ -50,7 +50,7 @@ def parse_method(spec: str, shared: TrainConfig) -> TrainConfig:
             raise wrong_name(f"setting or loss of method {policy!r}:", key, own | set(LOSSES))
         losses[key] = given[key]
     text = policy + (":" if values else "") + ",".join(f"{k}={v}" for k, v in values.items())
-    settings.parse(text)  # a bad value is said now
+    settings.parse(text)  # an error for a bad value
     return with_settings(dataclasses.replace(shared, policy=text, recipe=None), losses)
 
 
@@ -87,7 +87,7 @@ def full_spec(config: TrainConfig) -> str:
     items = {}
     for f in dataclasses.fields(plain):
         value = getattr(here, f.name)
-        written = f.name in _items(config.policy)  # training leaves a gate alone that was written down
+        written = f.name in _items(config.policy)  # training does not set a gate that is written down
         if written or value != getattr(plain, f.name) or value != getattr(there, f.name):
             text = "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
             items[f.name] = "none" if value is None else text
@@ -99,6 +99,6 @@ def full_spec(config: TrainConfig) -> str:
 
 
 def slug(spec: str, seed: int) -> str:
-    """A file name for a method and a seed: readable, and unique by a hash of the method as it was written."""
+    """A readable file name for a method and a seed, unique by a hash of the method."""
     words = re.sub(r"[^A-Za-z0-9.=+]+", "-", spec).strip("-.")[:60]
     return f"{words}-{hashlib.sha256(spec.encode()).hexdigest()[:6]}-seed{seed}"

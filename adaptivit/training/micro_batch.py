@@ -31,7 +31,7 @@ class GlobalBatch:
     processes: int
     total: Mapping[str, Tensor] | None = None  # the sums of the whole batch, where they are known already
     images: Tensor | None = None  # [] B, where every loss is a mean over images: then a part gives its part of it
-    weight: float = 1.0  # 0 for a stand-in where a part has no image
+    weight: float = 1.0  # 0 for the stand-in of a part without images
 
     def __call__(self, own: Sums) -> Sums:
         own = {name: value * self.weight for name, value in own.items()}

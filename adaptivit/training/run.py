@@ -65,10 +65,10 @@ def build_objective(config: TrainConfig) -> losses.Objective:
 def fit(config: TrainConfig, show: bool = True, stop: Callable[[], bool] | None = None) -> Result:
     """Train as configured; returns the validation result of the model that was saved in OUT/model.
 
-    stop: asked after every step, in a run of one process. When it says yes, a checkpoint is written and
+    stop: called after every step, in a run of one process. If it returns True, a checkpoint is written and
     KeyboardInterrupt raised; `resume` goes on from there.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # how often torchrun --max-restarts began again
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by torchrun --max-restarts
     if restarts:
         _meet_again(config, restarts)
     accelerator = _accelerator(config)
@@ -103,16 +103,16 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     if policy == "replay":
         raise UserError("A replay belongs to one batch and cannot be trained.")
     if model.task != config.task or model.class_names not in (None, names):
-        model.vit.reset_classifier(outputs)  # as many as the weights have, but other ones
+        model.vit.reset_classifier(outputs)  # other classes than those of the weights
     model.task, model.class_names = config.task, names
-    model.budget_state = BudgetState(model)  # not that of the weights that it starts from
+    model.budget_state = BudgetState(model)  # the weights may bring one
     trainer = _trainer(config, model, accelerator)
     images = training_images(train_set, model.preprocessing, config.augment, config.seed, accelerator.device)
     val = evaluation_images(val_set, model.preprocessing, accelerator.device)
     if not trainer.objective.terms:
         raise UserError("No loss has a weight > 0: give --loss.task, --loss.exits, --loss.expected or another.")
     _probe(trainer, val)
-    accelerator.wait_for_everyone()  # all have seen what OUT was
+    accelerator.wait_for_everyone()  # every process has read OUT
     run.open()
     notes = list(dict.fromkeys((*train_set.notes, *val_set.notes)))
     if notes:
@@ -191,7 +191,7 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator) 
         optimizer = adamw(model, config)
     else:
         wrapped, optimizer = accelerator.prepare(model, adamw(model, config))
-        for name in ("forward", "_original_forward"):  # accelerate's autocast, which validation would run under too
+        for name in ("forward", "_original_forward"):  # accelerate's autocast: validation runs without
             vars(model).pop(name, None)
     mixing = tasks.get(config.task).mixing(config.augment, model.vit.num_classes)
     average = Average(model, config.optim.ema) if config.optim.ema else None
@@ -200,7 +200,7 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator) 
     if config.run.compile:  # training alone: validation has other shapes every time
         graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1  # one launch for many kernels
         trainer.compute = compiled(compute_losses, mode="reduce-overhead" if graphs else None)
-        # in the middle of a pass, torch warns of what its own compiler looks at
+        # torch warns of what its own compiler reads
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return trainer
 
@@ -309,10 +309,10 @@ def _accelerator(config: TrainConfig) -> Accelerator:
 
 
 def _meet_again(config: TrainConfig, restarts: int) -> None:
-    """Processes that torchrun has started again find each other under names of their own.
+    """Join the processes that torchrun has started again, under names of their own.
 
-    Without a rendezvous backend its store outlives them, and holds the addresses of those that have died: a process
-    that looks before its peer has written would wait for a dead one.
+    Without a rendezvous backend its store outlives them and holds addresses of ended processes, which a process would
+    wait for that reads them before its peer has written.
     """
     dist: Any = torch.distributed  # its stores are not among its typed names
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

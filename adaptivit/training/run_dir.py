@@ -42,7 +42,7 @@ _REDRAW = 60.0  # seconds between two pictures while training goes on
 
 class RunDirectory:
     def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
-        """Refuse what cannot be, before anything is read or written."""
+        """Check OUT against the configuration, before anything is written."""
         self.config, self.path, self.main = config, Path(config.out), accelerator.is_main_process
         self.accelerator, self.drawn = accelerator, time.monotonic()
         self.console = Console(stderr=True)
@@ -74,7 +74,7 @@ class RunDirectory:
             raise UserError(f"--resume: {self.path} was started with another configuration: {'; '.join(differ[:4])}.")
 
     def open(self) -> None:
-        """From here on the run exists."""
+        """Write the configuration and where it runs."""
         if self.main:
             if not self.config.resume:
                 write_json(self.path / "config.json", {"config": flat(self.config)})
@@ -84,7 +84,7 @@ class RunDirectory:
                 self.writer = self._writer_type(str(self.path / "tensorboard"))
 
     def _starts(self) -> list[Any]:
-        """What earlier starts of this run wrote; a damaged file is begun anew."""
+        """Entries of earlier starts; none if the file is damaged."""
         try:
             found = json.loads((self.path / "environment.json").read_text())
         except (OSError, ValueError):
@@ -109,7 +109,7 @@ class RunDirectory:
                     self.writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
     def checkpoint(self, trainer: Trainer, step: int) -> None:
-        """Everything that a continuation needs, replaced in one move."""
+        """Write what a resumed run needs, replaced as a whole."""
         weights = checkpoint.tensors(trainer.model)
         if not all(bool(v.isfinite().all()) for v in weights.values()):
             raise NotFiniteError(
@@ -160,14 +160,14 @@ class RunDirectory:
         return step
 
     def _truncate_log(self, step: int) -> None:
-        """Steps after the checkpoint are taken again, so their lines go."""
+        """Remove the lines of steps after the checkpoint, which are taken again."""
         path = self.path / "log.jsonl"
         if self.main and path.exists():
             lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
             write_bytes(path, "".join(f"{x}\n" for x in lines if json.loads(x)["step"] <= step).encode())
 
     def show(self, last: bool = False) -> None:
-        """The log as tables, and now and then as a picture."""
+        """Write the log as tables, and once a minute as a picture."""
         if not self.main:
             return
         records = log_plots.read(self.path / "log.jsonl")

@@ -80,7 +80,7 @@ class Part:
 class StepStats:
     """Figures of the images of a step, for the log: sums over parts and processes."""
 
-    score: str  # what the task calls the mean score of images
+    score: str  # the task's name for the mean score of images
     sums: Sums = field(default_factory=dict)
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class Trainer:
     mixing: Mixing | None = None
     average: Average | None = None
     compute: Callable[..., tuple[Losses, Output]] = compute_losses  # compiled where asked for
-    copy: AdaptiveViT | None = None  # of a sharded model, to be filled and used where it has to be whole
+    copy: AdaptiveViT | None = None  # of a sharded model: filled where whole weights are needed
 
     @property
     def task(self) -> Task:
@@ -169,7 +169,7 @@ class Trainer:
                 scores = self.task.judge(output.logits.detach(), part.labels.to(output.logits.device)).scores
                 stats.add(output, scores, part.weight)
         losses = self._together(every)
-        if accelerator.device.type == "cpu" or step % config.run.log_steps == 0:  # a look costs a wait on a GPU
+        if accelerator.device.type == "cpu" or step % config.run.log_steps == 0:  # a check waits for the GPU
             losses.check_finite(step)
         norm = self._clip()
         if accelerator.device.type == "cpu" and norm is not None and not bool(norm.isfinite()):
@@ -201,7 +201,7 @@ class Trainer:
                 labels, weight = batch.labels.new_zeros(2, *batch.labels.shape[1:]), 0.0
             targets = labels.to(device, non_blocking=True)
             if self.mixing is not None and weight:
-                np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from there
+                np.random.seed(mix(self.config.seed, 1 << 21, step, 0) % 2**32)  # timm draws from it
                 images, targets = self.mixing(images, targets)
             chosen, whole = None, None
             if processes * count > 1 or missing:
@@ -283,5 +283,5 @@ class Trainer:
 
 @functools.cache
 def _rows(batch: int, part: int, parts: int, pairs: bool, device: torch.device) -> Tensor:
-    """On the device, once."""
+    """`rows` on the device, made once."""
     return torch.tensor(rows(batch, part, parts, pairs), device=device)

@@ -1,4 +1,4 @@
-"""Nothing half-written: every output goes to a temporary name beside its place and is moved there when complete."""
+"""Files and directories that appear only when complete: written beside their place, then moved."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def recover(path: str | Path) -> None:
-    """Finish what a killed process left: if it died between the two moves of new_directory, the old one comes back."""
+    """Clean up after a killed process: a directory that new_directory had moved away comes back."""
     path = Path(path)
     old = path.with_name(f".{path.name}.old")
     if old.is_dir() and not path.exists():
@@ -62,7 +62,7 @@ def recover(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: str | Path) -> Iterator[Path]:
-    """A directory that appears at `path`, replacing what was there, only when the block has ended well."""
+    """A directory that replaces the one at `path` when the block has ended without an error."""
     path = Path(path)
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
                 os.replace(temporary, path)
             except BaseException:
                 if old is not None:
-                    old.rename(path)  # and where even that fails, `recover` finds it
+                    old.rename(path)  # if that fails, `recover` finds it
                 raise
             if old is not None:
                 shutil.rmtree(old, ignore_errors=True)

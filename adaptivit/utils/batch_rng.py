@@ -38,5 +38,5 @@ def drawing(rows: BatchSlice | None, seed: int) -> Iterator[None]:
 
 
 def draw(images: int, random: Callable[[int], Tensor]) -> Tensor:
-    """random(B), a random row an image, for the images of the pass."""
+    """random(B), one row an image, for the images of the pass."""
     return random(images) if _slice is None else random(_slice.of)[_slice.rows]

@@ -1,4 +1,4 @@
-"""A value, or its text from the command line, as the type that a setting wants; and how a bad one is said."""
+"""Values, or their texts from the command line, as the types that settings want; checks with one-line errors."""
 
 from __future__ import annotations
 

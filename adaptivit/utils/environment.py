@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from .hardware import processor
 
 _PACKAGES = ("torchvision", "timm", "accelerate", "numpy", "triton")
 
@@ -51,7 +52,7 @@ def summary(**more: object) -> dict[str, object]:
 
 
 def describe(device: torch.device, processes: int = 1) -> dict[str, Any]:
-    """All of it, as JSON takes it."""
+    """Everything above, for JSON."""
     gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -63,7 +64,7 @@ def describe(device: torch.device, processes: int = 1) -> dict[str, Any]:
         "platform": platform.platform(),
         "processes": processes,
         "nodes": max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))),
-        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if gpu else processor(),
         "cuda": torch.version.cuda if gpu else None,
         "threads": torch.get_num_threads(),
     }

@@ -1,4 +1,4 @@
-"""What a machine is called, where a measured time is to say so."""
+"""Devices, and their names for reports of measured times."""
 
 from __future__ import annotations
 

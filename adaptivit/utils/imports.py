@@ -37,5 +37,5 @@ def import_file_or_module(source: str) -> None:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where an error came from, the innermost first."""
+    """The frames of an error, the innermost first."""
     return list(reversed(traceback.extract_tb(error.__traceback__)))

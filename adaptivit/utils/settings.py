@@ -35,7 +35,7 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def changed(config: T, changes: Mapping[str, Any]) -> T:
-    """The same settings but for these."""
+    """A copy with other values of these settings."""
     values: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
@@ -49,7 +49,7 @@ def changed(config: T, changes: Mapping[str, Any]) -> T:
 
 
 def command(name: str, config: Any, leave_out: Collection[str] = ()) -> str:
-    """The command line that says the same."""
+    """The command line that gives this configuration."""
     words, plain = ["adaptivit", *name.split()], defaults(type(config))
     for key, value in flat(config).items():
         if key not in leave_out and value != plain.get(key, dataclasses.MISSING):

@@ -1,4 +1,4 @@
-"""How figures and tables are written."""
+"""Figures and tables as text."""
 
 from __future__ import annotations
 

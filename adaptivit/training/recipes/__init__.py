@@ -21,7 +21,7 @@ from ...utils.settings import defaults, flat
 from ..config import TrainConfig, with_settings
 
 FILES = ("aht", "avit", "dynamicvit", "evit", "amod", "exits")
-# listed even where they are as by default
+# listed even at their defaults
 _ALWAYS = ("backbone", "policy", "epochs", "batch_size", "optim.lr", "optim.weight_decay", "augment.kind")
 
 
@@ -76,7 +76,7 @@ def listing() -> str:
 
 
 def describe(name: str) -> str:
-    """What is known of a recipe and the settings in which it differs from training's defaults."""
+    """A recipe's text, and its settings that differ from training's defaults."""
     recipe = _named(name)
     lines, plain = [f"{name}: {recipe.text()}", ""], defaults(TrainConfig)
     for key, value in flat(recipe.config()).items():
