@@ -6,9 +6,7 @@ Shapes: C x H x W an image, L blocks, P patches.
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
-import io
 import math
 import time
 from collections.abc import Callable, Collection
@@ -27,8 +25,8 @@ from ..budget.curve import Budget
 from ..factory import create
 from ..model import AdaptiveViT
 from ..utils.hardware import device_name
-from ..utils.plotting import COLOURS
-from ..visualize.html import STYLE
+from ..utils.plotting import COLOURS, image_bytes
+from ..visualize.html import STYLE, data_uri
 from .errors import require
 from .limits import form
 from .service import Service
@@ -169,16 +167,12 @@ class Clock:
 
 def seen(model: AdaptiveViT, image: Tensor) -> str:
     """An image as the model sees it, as a data: URL."""
-    png = _png(model.preprocessing.to_pixels(image[None])[0])
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return data_uri(_png(model.preprocessing.to_pixels(image[None])[0]))
 
 
 def _png(picture: Tensor) -> bytes:
     """[H, W, C] in 0..1 as PNG."""
-    pixels = (picture * 255).round().to(torch.uint8).squeeze(-1)
-    out = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(out, "PNG")
-    return out.getvalue()
+    return image_bytes(Image.fromarray((picture * 255).round().to(torch.uint8).squeeze(-1).numpy()))
 
 
 def examples(service: Service) -> tuple[tuple[str, bytes], ...]:

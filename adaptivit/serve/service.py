@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Asked(NamedTuple):
-    """A parsed request of /v1/classify."""
+    """A parsed request for answers."""
 
     files: list[bytes]
     top_k: int
@@ -80,7 +80,7 @@ class Service:
 
     # -- from bytes to images ------------------------------------------------------------------------------------
     async def asked(self, request: Request) -> Asked:
-        """The images and options of POST /v1/classify."""
+        """The images and options of a request for answers."""
         fields: dict[str, Any]
         kind = content_type(request)
         if kind == "multipart/form-data":
