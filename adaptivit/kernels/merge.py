@@ -123,9 +123,12 @@ def _spoilt(
 def _merge_kernel(
     rows_pointer,  # [R, D]
     out_pointer,  # [R', D]
-    given,  # as in pack_index.py, to slots and count
+    stay_pointer,  # as in pack_index.py, to slots and count
+    before_pointer,
+    counts_pointer,
     order,
     merging,
+    sizes,
     batch,
     slots,
     count,
@@ -143,9 +146,10 @@ def _merge_kernel(
     """One image, TC columns, every so many tiles of TM rows."""
     image = tl.program_id(0)
     offsets_pointer, index_pointer = order[2:]
-    own_pointer, source_pointer, joined_pointer, part_pointer, number_pointer = merging[4:9]
+    own_pointer, source_pointer, joined_pointer, part_pointer, number_pointer = merging[3:]
     if PACKS:  # no other image needs to be looked at: every program finds, and writes, the same
-        start, length, number = _pack_image(image, given, order, merging, batch, slots, count, WIDE, IMAGES, EQUAL)
+        given = (stay_pointer, before_pointer, counts_pointer, order, merging, sizes)
+        start, length, number = _pack_image(image, *given, batch, slots, count, WIDE, IMAGES, EQUAL)
         tl.debug_barrier()  # what was written is read by other threads from here on
     else:
         start, length = image * count, count
@@ -240,10 +244,10 @@ def _merge(
     tile, exact, longest = tile_for(batch), rows.dtype == torch.float32, slots if count is None else count
     own, part = (merged.new_empty(n, dtype=torch.float32) for n in (room, batch * slots))
     source, joined, number = (place.new_empty(n) for n in (batch * slots, batch * slots, batch))
-    lists = (stay, own, source, joined, part, number, None if size is None else weight)
-    merging = pack_index.Merging(target, source_weight, size, *lists)
+    merging = pack_index.Merging(target, source_weight, stay, own, source, joined, part, number)
+    sizes = None if size is None else pack_index.Sizes(size, weight)
     order = (after, cells, offsets, torch.empty_like(cells))
-    packing = pack_index.packing(order, alive, place, count, merging, left)
+    packing = pack_index.packing(order, alive, place, count, merging, sizes, left)
     packs = tile.packs and (count is not None or left is not None)
     if not packs:
         packing.run()
@@ -252,7 +256,7 @@ def _merge(
     shared = triton.cdiv(4 * multiprocessors(rows.device), batch * across)
     _merge_kernel[(batch, across, max(1, min(triton.cdiv(longest, tile.m), shared)))](
         *(rows, merged, *packing.arguments),
-        **packing.sizes,
+        **packing.constants,
         PACKS=packs,
         D=width,
         TM=tile.m,

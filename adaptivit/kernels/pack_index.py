@@ -50,14 +50,19 @@ class Merging(NamedTuple):
 
     target: Tensor  # [B, N] slot of the token that it joins
     source_weight: Tensor  # [B, N] float32
-    size: Tensor | None  # [B, N] float32 of each token from now on
     stay: Tensor  # [B, N] bool, written, as all below: the target is its own slot
     own: Tensor  # [R] float32: source_weight of each row that stays
     source: Tensor  # [B N] int32: rows that join another
     joined: Tensor  # [B N] int32: the new rows that they join
     part: Tensor  # [B N] float32: their source_weight
     number: Tensor  # [B] int32: how many there are
-    weight: Tensor | None  # [R] float32: binary logarithm of the size of each row that stays
+
+
+class Sizes(NamedTuple):
+    """The tokens' sizes after a Merge."""
+
+    size: Tensor  # [B, N] float32
+    weight: Tensor  # [R] float32, written: its binary logarithm for each row that stays
 
 
 @jit
@@ -86,9 +91,12 @@ def _count_kernel(
 @jit
 def _pack_image(
     image,
-    given,  # stay [B, N], before [B N], counts [B] or None
+    stay_pointer,  # [B, N]
+    before_pointer,  # [B N]
+    counts_pointer,  # [B] or None
     order,  # place [B N], cells [R], offsets [B + 1], index [R]
     merging,  # as in Merging, or None
+    sizes,  # as in Sizes, or None: Triton 3.6 takes no None within a tuple
     batch,
     slots,
     count,
@@ -97,7 +105,6 @@ def _pack_image(
     EQUAL: tl.constexpr,
 ):
     """Write the order of one image; its first row, how many it has, and how many join others."""
-    stay_pointer, before_pointer, counts_pointer = given
     place_pointer, cells_pointer, offsets_pointer, index_pointer = order
     target_pointer = None
     if merging is not None:
@@ -136,8 +143,8 @@ def _pack_image(
         tl.store(offsets_pointer, 0)
     number = 0
     if merging is not None:
-        _, scale_pointer, size_pointer, stays_pointer, own_pointer = merging[:5]
-        source_pointer, joined_pointer, part_pointer, number_pointer, weight_pointer = merging[5:]
+        _, scale_pointer, stays_pointer, own_pointer = merging[:4]
+        source_pointer, joined_pointer, part_pointer, number_pointer = merging[4:]
         scale = tl.load(scale_pointer + cell, mask=inside, other=0.0)
         tl.store(stays_pointer + cell, stay.to(tl.uint8), mask=inside)
         tl.store(own_pointer + row, scale, mask=stay)
@@ -152,17 +159,20 @@ def _pack_image(
         tl.store(part_pointer + at, scale, mask=joins)
         number = tl.sum(joins.to(tl.int32), 0)
         tl.store(number_pointer + image, number)
-        if size_pointer is not None:
-            size = tl.load(size_pointer + cell, mask=inside, other=1.0)
-            tl.store(weight_pointer + row, tl.log2(size), mask=stay)
+        if sizes is not None:
+            size = tl.load(sizes[0] + cell, mask=inside, other=1.0)
+            tl.store(sizes[1] + row, tl.log2(size), mask=stay)
     return base, stop - base, number
 
 
 @jit
 def _pack_kernel(
-    given,
+    stay_pointer,
+    before_pointer,
+    counts_pointer,
     order,
     merging,
+    sizes,
     batch,
     slots,
     count,
@@ -170,7 +180,8 @@ def _pack_kernel(
     IMAGES: tl.constexpr,
     EQUAL: tl.constexpr,
 ):
-    _pack_image(tl.program_id(0), given, order, merging, batch, slots, count, WIDE, IMAGES, EQUAL)
+    given = (stay_pointer, before_pointer, counts_pointer)
+    _pack_image(tl.program_id(0), *given, order, merging, sizes, batch, slots, count, WIDE, IMAGES, EQUAL)
 
 
 @dataclass(frozen=True)
@@ -178,13 +189,12 @@ class Packing:
     """What _pack_image takes but for the image."""
 
     arguments: tuple[Any, ...]
-    sizes: dict[str, Any]
+    constants: dict[str, Any]
     warps: int
 
     def run(self) -> None:
         """The kernel by itself, a program an image."""
-        stay = self.arguments[0][0]
-        _pack_kernel[(len(stay),)](*self.arguments, **self.sizes, num_warps=self.warps)
+        _pack_kernel[(len(self.arguments[0]),)](*self.arguments, **self.constants, num_warps=self.warps)
 
 
 def packing(
@@ -193,6 +203,7 @@ def packing(
     before: Tensor,
     count: int | None,
     merging: Merging | None = None,
+    sizes: Sizes | None = None,
     left: Tensor | None = None,
 ) -> Packing:
     """In a merge `stay` says which tokens have a row. `left` [B] int32: how many stay, where it is known."""
@@ -204,9 +215,10 @@ def packing(
         target = None if merging is None else merging.target
         _count_kernel[(batch,)](*pointers(stay, target, counts), slots, WIDE=wide)
     tile = wide * (1 if equal or counts is not None else images)
-    given, lists = pointers(stay, before, counts), None if merging is None else pointers(*merging)
-    sizes = {"WIDE": wide, "IMAGES": 1 if equal else images, "EQUAL": equal}
-    return Packing((given, out, lists, batch, slots, count or 0), sizes, 4 if tile <= 4096 else 8)
+    lists = (None if merging is None else pointers(*merging), None if sizes is None else tuple(sizes))
+    arguments = (*pointers(stay, before, counts), out, *lists, batch, slots, count or 0)
+    constants = {"WIDE": wide, "IMAGES": 1 if equal else images, "EQUAL": equal}
+    return Packing(arguments, constants, 4 if tile <= 4096 else 8)
 
 
 def outputs(stay: Tensor, before: Tensor, count: int | None) -> Order:

@@ -6,6 +6,7 @@ might refuse. Tensors are as large as in a pass of DeiT-S, but no memory is writ
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -129,8 +130,8 @@ def test_rows_that_move(dtype: torch.dtype, images: int, count: int | None, made
     rows, place, grid = room(images * SLOTS, WIDTH, dtype=dtype), ints(images * SLOTS), (images, SLOTS)
     pack_index.pack_index(flags(*grid), place, count)
     target, numbers = room(*grid, dtype=torch.long), floats(*grid)
-    for left in (None, ints(images)):
-        merge.merge(rows, flags(*grid), target, numbers, place, count, numbers, left)
+    for left, size in itertools.product((None, ints(images)), (None, numbers)):
+        merge.merge(rows, flags(*grid), target, numbers, place, count, size, left)
     merge.mean_weights(target, numbers, flags(*grid))
     unskip.unskip(rows, place, rows, place, numbers, ints(1))
     assert all(fits(kernel) for kernel in made)
