@@ -254,14 +254,14 @@ def norm_linear(
     if gate is not None:
         knows = [gate.scale, gate.offset, gate.total.contiguous(), gate.active.contiguous()]
         shift, numbers = gate.shift, (gate.threshold, gate.first)
-    out, kept, element, *result, rows_active = _norm_linear(
+    out, kept, element, score, total, active, active_rows = _norm_linear(
         *given, knows, None if shift is None else shift.contiguous(), *numbers, *where
     )
     if where[0] is None:  # rows are in their cells
-        rows_active = result[2].flatten()
+        active_rows = active.flatten()
     return (
         out,
         x if index is None else kept,
         None if probe < 0 else element,
-        None if gate is None else GateResult(*result, rows_active),
+        None if gate is None else GateResult(score, total, active, active_rows),
     )
