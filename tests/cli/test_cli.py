@@ -163,7 +163,7 @@ POLICIES = {
     "aht:threshold=high": "threshold: expected a number, got 'high'",
     "aht:eps=2": "eps: expected 0 <= eps < threshold",
     "aht:surrogate_width=0": "surrogate_width: expected a number > 0",
-    "aht:index=-1": "index: expected an index >= 0",
+    "aht:index=-1": "index: expected a number >= 0",
     "aht:index=1.5": "index: expected a whole number",
     "aht:index=100000": "index",
     "aht:planner_blocks=0+3": "planner_blocks: expected block numbers",
