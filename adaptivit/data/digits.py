@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from .dataset import Labelled, Loaded, mix
@@ -57,6 +56,8 @@ class Digits:
 
     @classmethod
     def load(cls, few: bool = False) -> Digits:
+        from sklearn.datasets import load_digits  # takes more than a second, and digits are seldom the data
+
         bunch = load_digits()
         x, y = torch.tensor(bunch.images / 16, dtype=torch.float32), torch.tensor(bunch.target)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
