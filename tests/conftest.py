@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training draws no picture, which would take half of its time; test_curves.py draws, and forked processes do."""
+    """Training draws no picture, which would take half of its time; test_curves.py and torchrun's processes draw."""
     monkeypatch.setattr(log_plots, "draw", lambda *_: b"")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from adaptivit.training import log_plots
 from tests.support.commands import train, weights
 
 LIMIT = 300  # seconds: a process that waits for ever ends
@@ -95,6 +96,7 @@ def ranked(rank: int, first: Callable[[], None] | None, where: Path, out: Path, 
     """In a process of its own: train as one of two."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    log_plots.draw = lambda *_: b""  # torchrun's processes draw
     if first is not None:
         first()
     return train(where, out, *more)
