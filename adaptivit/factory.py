@@ -119,8 +119,8 @@ def _explained(path: Path) -> Iterator[None]:
 def _check_known(config: dict[str, Any], path: Path) -> None:
     """Refuse a policy, a setting or a task that this version does not know, with what to do."""
     saved = f"(saved by adaptivit {config.get('adaptivit', '?')}, this is {__version__})"
-    for kind, name, known in (("policy", config["policy"], policies), ("task", config["task"], tasks)):
-        if name not in known.names():
+    for kind, name, registry in (("policy", config["policy"], policies), ("task", config["task"], tasks)):
+        if not registry.known(name):
             raise WeightsError(
                 f"{path} names the {kind} {name!r}, which is unknown here {saved}. "
                 f"Register your own before loading: adaptivit.register_{kind}({name!r})."

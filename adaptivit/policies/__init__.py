@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .records import BUILT_IN, Record
-from .registry import build, get, names, register
+from .registry import build, get, known, names, register
 
-__all__ = ["BUILT_IN", "Record", "build", "get", "names", "register"]
+__all__ = ["BUILT_IN", "Record", "build", "get", "known", "names", "register"]

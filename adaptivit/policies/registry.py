@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .base import Policy
 
 PLUGINS: Plugins[Record] = Plugins("policy", "adaptivit.policies", BUILT_IN)
-names = PLUGINS.names
+names, known = PLUGINS.names, PLUGINS.known
 P = TypeVar("P", bound="type[Policy]")
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .registry import BUILT_IN, DEFAULT, get, names, register
+from .registry import BUILT_IN, DEFAULT, get, known, names, register
 
-__all__ = ["BUILT_IN", "DEFAULT", "get", "names", "register"]
+__all__ = ["BUILT_IN", "DEFAULT", "get", "known", "names", "register"]

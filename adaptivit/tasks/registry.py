@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT = "classification"
 BUILT_IN = {"classification": "classification:Classification"}
 PLUGINS: Plugins[Task] = Plugins("task", "adaptivit.tasks", BUILT_IN)
-names = PLUGINS.names
+names, known = PLUGINS.names, PLUGINS.known
 T = TypeVar("T", bound="type[Task]")
 
 

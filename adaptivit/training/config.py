@@ -174,7 +174,7 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        if self.task not in tasks.names():
+        if not tasks.known(self.task):
             raise unknown("task", self.task, tasks.names())
         check_size(self.img_size)
         for name in ("epochs", "batch_size"):

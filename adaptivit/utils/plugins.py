@@ -22,14 +22,20 @@ class Plugins(Generic[T]):
         """Every name that can be asked for, those of installed packages included."""
         return sorted({*self.built_in, *self.registered, *self._entry_points()})
 
+    def known(self, name: str) -> bool:
+        """Whether it can be asked for. Installed packages are searched last, as that takes milliseconds."""
+        return name in self.built_in or name in self.registered or name in self._entry_points()
+
     def check_new(self, name: str) -> None:
         if name in self.built_in:
             raise UserError(f"The {self.kind} {name!r} is built in; choose another name.")
 
     def get(self, name: str) -> T:
-        """One that is not built in."""
+        """One that is registered or an entry point."""
+        if name in self.registered:
+            return self.registered[name]
         point = self._entry_points().get(name)
-        if name not in self.registered and point is not None:
+        if point is not None:
             try:
                 point.load()
             except Exception as error:

@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ..errors import UserError
-from ..policies import get, names
+from ..policies import get, known
 from ..utils.plotting import (
     DASHED,
     INK,
@@ -119,7 +119,7 @@ def below_axis(points: Sequence[Point], level: float | None) -> set[int]:
 
 def colour_of(policy: str) -> str:
     """The colour of a policy, the same in every plot; empty where it has none."""
-    return get(policy).colour if policy in names() else ""
+    return get(policy).colour if known(policy) else ""
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------
