@@ -136,7 +136,7 @@ class Trace:
         if name not in self.facts:
             raise UserError(
                 f"This forward pass has no fact {name!r} (it has: {', '.join(sorted(self.facts)) or 'none'}). "
-                f"Ask for it: model(images, aux=('{name}',)), with a policy that has it."
+                f"Its policy does not have it, or computes it only when asked: model(images, aux=('{name}',))."
             )
         return self.facts[name]
 

@@ -122,7 +122,9 @@ def test_features_alone_need_a_teacher(tmp_path: Path, capsys: Any) -> None:
 def test_a_loss_that_the_policy_cannot_serve_is_said_before_training(tmp_path: Path, capsys: Any, term: str) -> None:
     where = split_folder(tmp_path / "in")
     words = ("--data", where, "--out", tmp_path / "no", "--backbone", "test_vit", "--img-size", 32, "--batch-size", 8)
-    assert "has no fact" in refused(capsys, "train", *words, "--policy", "static", f"--loss.{term}", 1)
+    message = refused(capsys, "train", *words, "--policy", "static", f"--loss.{term}", 1)
+    assert f"--loss.{term}: the policy 'static' cannot serve it" in message
+    assert "has no fact" in message
     assert not (tmp_path / "no").exists()
 
 
