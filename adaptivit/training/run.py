@@ -86,7 +86,8 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     train_set, val_set = dataset.for_training(*given, config.task)
     train_set = _readable(train_set, config.allow_corrupt)
     if len(train_set) < (size := config.batch_size):
-        raise DataError(f"{config.data}: {len(train_set)} training images are fewer than one batch of {size}.")
+        few = f"{len(train_set)} training images are fewer than one batch of {size}"
+        raise DataError(f"{config.data}: {few}; lower --batch-size.")
     _divisible(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
     policy, policy_settings = spec.parse(config.policy)

@@ -135,7 +135,7 @@ def broken(kind: str, root: Path) -> tuple[Path, str]:
         folder(root / "test")
         return root, "no training images"
     assert kind == "small"
-    return folder(root, each=2), "fewer than one batch of 8"
+    return folder(root, each=2), "fewer than one batch of 8; lower --batch-size"
 
 
 FOLDERS = ("missing", "empty", "flat", "class without images", "not an image", "truncated", "extension")
