@@ -123,7 +123,7 @@ def _check_known(config: dict[str, Any], path: Path) -> None:
         if not registry.known(name):
             raise WeightsError(
                 f"{path} names the {kind} {name!r}, which is unknown here {saved}. "
-                f"Register your own before loading: adaptivit.register_{kind}({name!r})."
+                f"Register your own before loading: --import FILE, or in Python adaptivit.register_{kind}({name!r})."
             )
     try:
         make(config["policy"], config["settings"])

@@ -256,7 +256,8 @@ def test_what_this_version_does_not_know_is_explained(saved: Path) -> None:
     with pytest.raises(WeightsError, match=r"config\.json \(saved by adaptivit .*Did you mean 'threshold'.*version"):
         adaptivit.load(saved)
     rewrite(saved, policy="mine")
-    with pytest.raises(WeightsError, match=r"policy 'mine', which is unknown here .*register_policy\('mine'\)"):
+    advice = r"policy 'mine', which is unknown here .*--import FILE, .*register_policy\('mine'\)"
+    with pytest.raises(WeightsError, match=advice):
         adaptivit.load(saved)
     rewrite(saved, format=4)
     with pytest.raises(WeightsError, match=r"newer adaptivit \(format 4\); upgrade"):
