@@ -80,8 +80,9 @@ def test_help_lists_every_setting_with_its_meaning_and_default(capsys: Any, comm
         if default is not dataclasses.MISSING and not isinstance(default, bool):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
             assert f"(default: {shown})" in printed
-    if command not in ("quickstart", "recipes", "reproduce", "calibrate", "export", "demo"):
-        assert CONFIGS[command].policies
+    flags = {name for name, _, _ in settings_of(CONFIGS[command].config)}
+    assert CONFIGS[command].policies == bool(flags & {"policy", "policies", "methods"})
+    if CONFIGS[command].policies:
         for policy, record in BUILT_IN.items():
             cls = record.settings
             assert f"{policy}: " in printed
