@@ -28,9 +28,7 @@ def get(name: str) -> Record:
     return BUILT_IN[name] if name in BUILT_IN else PLUGINS.get(name)
 
 
-def register(
-    name: str, settings: type = NoSettings, *, title: str = "", colour: str = "", recipe: str = ""
-) -> Callable[[P], P]:
+def register(name: str, settings: type = NoSettings, *, title: str = "", colour: str = "") -> Callable[[P], P]:
     """Decorator: make a Policy subclass available under `name`, with its frozen dataclass of settings."""
     PLUGINS.check_new(name)
     if not is_dataclass(settings):
@@ -41,7 +39,7 @@ def register(
 
         if not issubclass(cls, Policy):
             raise UserError(f"policy {name!r}: expected a subclass of adaptivit.Policy, got {cls.__name__}.")
-        PLUGINS.registered[name] = Record(settings, cls, title or name, colour, recipe)
+        PLUGINS.registered[name] = Record(settings, cls, title or name, colour)
         return cls
 
     return add
