@@ -43,9 +43,9 @@ from torch import Tensor, nn
 GONE: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("class: aht, gelu/*", "table: ablation-feature: feature gelu/*", "class: aht, the plan acts/*"),
-            *("class: aht, planner of the class token/*", "class: aht, plan range/*", "class: aht, mean field/*"),
-            *("class: aht, plan against image/*", "*: aht, zeroed/*", "class: aht, gates fixed/*"),
+            *("*class: aht, gelu/*", "table: ablation-feature: feature gelu/*", "*class: aht, the plan acts/*"),
+            *("*class: aht, planner of the class token/*", "*class: aht, plan range/*", "*class: aht, mean field/*"),
+            *("*class: aht, plan against image/*", "*: aht, zeroed/*", "*class: aht, gates fixed/*"),
             "table: cifar100-ingredients: AHT-ViT, the plan acts*",
         ),
         "brought nothing (docs/results/cifar100.md); a planner of the class token had an acting plan",
