@@ -143,7 +143,8 @@ def _overview() -> str:
         text = ast.get_docstring(ast.parse(files(__package__).joinpath(f"{name}.py").read_text())) or ""
         lines.append(f"  {name:<12}{text.splitlines()[0].rstrip('.')}")
     lines += ["", "adaptivit COMMAND --help shows every setting with its default and meaning."]
-    return "\n".join([*lines, "adaptivit --import FILE COMMAND: of a file or module that registers policies or tasks."])
+    lines.append("adaptivit --import FILE COMMAND first imports a file or module that registers policies or tasks.")
+    return "\n".join(lines)
 
 
 def _policies() -> str:
