@@ -48,7 +48,6 @@ OTHER_COMMANDS = (
     "uv run lint-imports",
     "uv run zensical",
 )
-# TEMPORARY: the pages use the names that the branches of issue 21 land. Gone when all are merged.
 PLACES = ("adaptivit/", "benchmarks/", "docs/", "tests/")  # a path in code font that starts so exists
 # Commands that end within seconds on the stand-ins, and what makes a training as short.
 QUICK = ("recipes", "evaluate", "predict", "calibrate", "train", "visualize")
