@@ -36,6 +36,11 @@ class Shape:
     latent_pool: bool = False  # attention pooling head
     pool_prefix: bool = False  # which pools over the prefix tokens too
 
+    @property
+    def outputs(self) -> int:
+        """Of the head; 0 without a classifier."""
+        return self.classes if self.num_classifiers else 0
+
 
 def row_macs(module: nn.Module) -> int:
     """Multiply-accumulates of a row-wise module (planner, router) for one row."""

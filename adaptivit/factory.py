@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import __version__, policies, tasks
+from . import __version__, backbones, policies, tasks
 from .backbones import family_of
 from .backbones.build import build_backbone, rebuild
 from .backbones.preprocessing import Preprocessing
@@ -37,8 +37,8 @@ def create(
 ) -> AdaptiveViT:
     """Make a ViT adaptive.
 
-    backbone: a timm name, a timm VisionTransformer (used as it is, not copied), or keyword arguments of one.
-    weights: a .safetensors or .pth file in timm's keys, a directory saved by us, or True for timm's own download.
+    backbone: a timm name, a module of a family (used as it is, not copied), or arguments of timm's VisionTransformer.
+    weights: a .safetensors or .pth file in the module's keys, a directory saved by us, or True for timm's own download.
     A num_classes other than the weights' replaces the head; an img_size other than theirs resizes the position
     embedding. The rest are the policy's settings (adaptivit.settings).
     """
@@ -58,7 +58,8 @@ def create(
 
 def _classes(asked: int | None, backbone: Any, state: State) -> tuple[int | None, bool]:
     """Outputs of the head, those of the weights where no others are asked for; and whether the weights' head stays."""
-    stored = state["head.weight"].shape[0] if "head.weight" in state else None
+    weights = [family.head_keys[0] for family in backbones.FAMILIES if family.head_keys]
+    stored = next((state[key].shape[0] for key in weights if key in state), None)
     if asked is None and isinstance(backbone, Mapping):
         asked = backbone.get("num_classes")
     return (stored, True) if asked is None else (asked, asked == stored)

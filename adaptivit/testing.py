@@ -1,6 +1,6 @@
-"""Conformance of a policy, one call: `adaptivit.testing.check_policy("mine", setting=...)`.
+"""Conformance in one call: `check_policy("mine", setting=...)` of a policy, `check_backbone(module)` of a family.
 
-What every policy must hold to, whatever its method, on small random models: the same decisions, outputs and costs on
+What every policy must hold to, whatever its method, on small models: the same decisions, outputs and costs on
 every layout; the same for an image alone as in a batch; a cost that agrees with torch's own count; finite outputs and
 gradients; and nothing of a forward pass left behind on the module.
 """
@@ -8,6 +8,7 @@ gradients; and nothing of a forward pass left behind on the module.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +50,26 @@ def check_policy(name: str, **settings: Any) -> None:
         except UserError as error:
             refused.append(f"{kind}: {error}")
             continue
-        _check(model, f"policy {name!r} on a backbone with {kind}")
+        check_model(model, f"policy {name!r} on a backbone with {kind}")
     assert len(refused) < len(BACKBONES), f"policy {name!r} refuses every backbone: {'; '.join(refused)}"
+
+
+def check_backbone(module: nn.Module, whole: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Raise AssertionError, naming what does not hold, unless the module's family conforms.
+
+    `static` must give the logits of `whole`, by default the module itself, on every layout; policies whose tokens
+    merge, stop and skip must hold to what `check_policy` asks. Give a small module whose weights make tokens differ.
+    """
+    kind, model = type(module).__name__, create(module, "static")
+    images = _images(model)
+    with torch.no_grad():
+        expected = (whole or module)(images)
+        for layout in ("masked", "packed", "gathered"):
+            logits = model(images, layout=layout).logits
+            _close(logits, expected, 1e-4, f"{kind}: logits of static on {layout} against the module's own")
+    policies: dict[str, dict[str, Any]] = {"fold": {}, "aht": {"gamma": 2.0, "beta": -1.5}, "amod": {}}
+    for name, settings in policies.items():
+        check_model(create(module, name, **settings), f"{name} on {kind}")
 
 
 def random_model(name: str, backbone: dict[str, Any], settings: dict[str, Any], seed: int = 0) -> AdaptiveViT:
@@ -64,8 +83,14 @@ def random_model(name: str, backbone: dict[str, Any], settings: dict[str, Any], 
     return model
 
 
-def _check(model: AdaptiveViT, what: str) -> None:
-    images = torch.randn(4, 3, 40, 40, generator=torch.Generator().manual_seed(1))
+def _images(model: AdaptiveViT) -> Tensor:
+    shape = (4, model.backbone.in_chans, *model.backbone.image_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def check_model(model: AdaptiveViT, what: str = "model") -> None:
+    """Raise AssertionError, which begins with `what`, unless this model conforms; its gradients are cleared."""
+    images = _images(model)
     before = copy.deepcopy(list(vars(model.policy)))
     with torch.no_grad():
         masked, packed = model(images, layout="masked"), model(images, layout="packed")
@@ -129,4 +154,5 @@ def _gradients(model: AdaptiveViT, images: Tensor, what: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             assert bool(parameter.grad.isfinite().all()), f"{what}: the gradient of {name} is not finite"
+    model.zero_grad()
     model.eval()

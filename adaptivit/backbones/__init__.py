@@ -18,7 +18,8 @@ def family_of(module: nn.Module) -> type[Backbone]:
             return family
     raise UnsupportedBackbone(
         f"Expected a timm VisionTransformer, got {type(module).__module__}.{type(module).__name__}. "
-        "Use a model such as deit_tiny_patch16_224, vit_base_patch16_224 or vit_small_patch14_dinov2."
+        "Use a model such as deit_tiny_patch16_224, vit_base_patch16_224 or vit_small_patch14_dinov2, or add its "
+        "family to adaptivit.backbones.FAMILIES."
     )
 
 

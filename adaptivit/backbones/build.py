@@ -62,12 +62,13 @@ def _adapted(
     if pretrained:
         raise UserError("weights=True downloads by timm name; this backbone is a module.")
     backbone = family_of(module)(module)
-    backbone.inspect()
+    shape = backbone.inspect()
     own = backbone.drop_path_rate
     if drop_path_rate not in (0.0, own):
         raise UserError(f"drop_path_rate: the module brings its own, {own}; make it with {drop_path_rate}.")
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
-    backbone.adapt(num_classes, size if size is None else (size[0], size[1]))
+    new_size = None if size is None or tuple(size) == tuple(backbone.image_size) else (size[0], size[1])
+    backbone.adapt(None if num_classes == shape.outputs else num_classes, new_size)
     return module
 
 
@@ -90,8 +91,7 @@ def _from_timm(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
 def describe_backbone(backbone: Backbone, name: str | None) -> dict[str, Any]:
     """What `rebuild` needs to make this backbone again; refuses what it could not describe."""
     shape = backbone.inspect()
-    classes = shape.classes if shape.num_classifiers else 0
-    changes = {"num_classes": classes, "img_size": list(backbone.image_size)}
+    changes = {"num_classes": shape.outputs, "img_size": list(backbone.image_size)}
     described: dict[str, Any] = {"name": name, "changes": changes}
     if name is None:
         described |= {"family": backbone.family, "kwargs": backbone.arguments()}

@@ -14,7 +14,7 @@ left or where they are stored. A module is used as it is: its weights and state-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class Backbone(ABC):
     """A model of one family, as the loop and the executors use it."""
 
     family: ClassVar[str]  # name in checkpoints
+    head_keys: ClassVar[tuple[str, ...]] = ("head.weight", "head.bias")  # of the classifier, its weight first
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -117,15 +118,21 @@ class Backbone(ABC):
     @classmethod
     @abstractmethod
     def build(cls, arguments: Mapping[str, Any]) -> nn.Module:
-        """The module that `arguments` describes."""
+        """The module that `arguments` describes: those of `arguments()`, with num_classes (0: no classifier), img_size
+        (a number, or height and width) and drop_path_rate beside them where they are asked for."""
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
-        """Plain values from which `build` makes such a module again, for checkpoints."""
+        """Plain values from which `build` makes such a module again, for checkpoints; classes and image size are stored
+        beside them."""
 
     @abstractmethod
     def adapt(self, num_classes: int | None, img_size: tuple[int, int] | None) -> None:
-        """Replace the classifier, or resize the position embedding, where a value is given."""
+        """Put in a fresh classifier, or resize the position embedding, where a value is given."""
+
+    def no_weight_decay(self) -> Collection[str]:
+        """Parameters of the module that are trained without weight decay; vectors and scalars are anyway."""
+        return ()
 
     # -- images to rows, rows to logits ----------------------------------------------------------------------
     @abstractmethod

@@ -6,8 +6,8 @@ Shapes: B images, N slots, D width, H heads, d head width, F hidden width of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import AttentionPoolLatent, DropPath, LayerScale, Mlp, PatchEmbed
@@ -23,6 +23,7 @@ from .protocol import AttentionWeights, Backbone, MlpWeights, Rates, Stem
 
 class TimmViT(Backbone):
     family = "timm_vit"
+    head_keys: ClassVar[tuple[str, ...]] = (*Backbone.head_keys, "head_dist.weight", "head_dist.bias")
     module: VisionTransformer
 
     @classmethod
@@ -159,10 +160,13 @@ class TimmViT(Backbone):
         }
 
     def adapt(self, num_classes: int | None, img_size: tuple[int, int] | None) -> None:
-        if num_classes is not None and self.module.num_classes != num_classes:
+        if num_classes is not None:
             self.module.reset_classifier(num_classes)
         if img_size is not None:
             self.module.set_input_size(img_size=img_size)
+
+    def no_weight_decay(self) -> Collection[str]:
+        return self.module.no_weight_decay()
 
     # -- images to rows, rows to logits ----------------------------------------------------------------------
     def embed(self, images: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..backbones import family_of
 from ..errors import WeightsError, first_line
 from ..model import AdaptiveViT
 from ..utils.sharded import like, whole
 
-HEADS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 State = dict[str, Tensor]
 
@@ -71,21 +71,31 @@ def check_fit(own: Mapping[str, Tensor], state: Mapping[str, Tensor], source: st
         raise WeightsError(f"The weights in {source} do not fit the model; " + "; ".join(problems) + ".")
 
 
-def fit_backbone(vit: VisionTransformer, state: State, source: str, *, replace_head: bool) -> None:
-    """Load timm-keyed weights: the position embedding is resized to the model's, the head replaced if asked to."""
+def fit_backbone(vit: nn.Module, state: State, source: str, *, replace_head: bool) -> None:
+    """Load weights in the module's keys: timm's position embedding is resized, the head replaced if asked to."""
     own = vit.state_dict()
-    left_out = HEADS if replace_head else ()
+    left_out = family_of(vit).head_keys if replace_head else ()
     state = {k: v for k, v in state.items() if not k.startswith("policy.") and k not in left_out}
     state |= {k: own[k] for k in left_out if k in own}
     position = state.get("pos_embed")
-    if position is not None and vit.pos_embed is not None and position.shape != vit.pos_embed.shape:
-        prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
-        patches = max(position.shape[1] - prefix, 0)
-        if position.ndim == 3 and position.shape[-1] == vit.embed_dim and int(patches**0.5) ** 2 == patches > 0:
-            grid = list(vit.patch_embed.grid_size)
-            state["pos_embed"] = resample_abs_pos_embed(position.float(), grid, num_prefix_tokens=prefix)
+    if position is not None and isinstance(vit, VisionTransformer):
+        state["pos_embed"] = _resized(position, vit)
     check_fit(own, state, source)
     vit.load_state_dict({k: v.to(own[k].dtype) for k, v in state.items()})
+
+
+def _resized(position: Tensor, vit: VisionTransformer) -> Tensor:
+    """timm's position embedding for the model's grid; as it is where it fits, or could not."""
+    if vit.pos_embed is None or position.shape == vit.pos_embed.shape:
+        return position
+    prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
+    patches = max(position.shape[1] - prefix, 0)
+    if position.ndim != 3 or position.shape[-1] != vit.embed_dim or not int(patches**0.5) ** 2 == patches > 0:
+        return position
+    resized: Tensor = resample_abs_pos_embed(
+        position.float(), list(vit.patch_embed.grid_size), num_prefix_tokens=prefix
+    )
+    return resized
 
 
 def fit_policy(model: AdaptiveViT, state: State, source: str) -> None:

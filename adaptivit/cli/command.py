@@ -78,6 +78,6 @@ def names_of(path: str | None, model: AdaptiveViT) -> list[str] | None:
         names = [line for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read the class names in {path} ({error}).") from None
-    if len(names) != (count := model.vit.num_classes):
+    if len(names) != (count := model.shape.outputs):
         raise UserError(f"class_names: expected {count} names, one a line for each class, got {len(names)} in {path}.")
     return names

@@ -122,7 +122,7 @@ class Labelled:
         """The same images with the labels as a model's outputs count them."""
         if model.task != self.task:
             raise DataError(f"{self.source} was read for the task {self.task!r}, the model has {model.task!r}.")
-        task, outputs = tasks.get(self.task), model.vit.num_classes
+        task, outputs = tasks.get(self.task), model.shape.outputs
         return replace(self, labels=task.align(self.labels, self.classes, outputs, model.class_names, self.source))
 
     def spread(self, limit: int) -> Labelled:

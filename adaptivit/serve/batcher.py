@@ -161,7 +161,7 @@ class Batcher:
     def _prepare(self) -> None:
         """A first pass, which is slow; on a GPU also one CUDA graph for every batch, if the policy allows it."""
         size = self.model.preprocessing.size
-        self.model(torch.zeros(1, self.model.vit.in_chans, *size, device=self.device, dtype=self.dtype))
+        self.model(torch.zeros(1, self.model.backbone.in_chans, *size, device=self.device, dtype=self.dtype))
         if self.device.type != "cuda":
             return
         try:

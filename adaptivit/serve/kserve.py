@@ -72,7 +72,7 @@ def routes(app: FastAPI, service: Service) -> None:
 
 def metadata(service: Service) -> dict[str, Any]:
     model = service.model
-    sizes = {"logits": [model.vit.num_classes], "macs": [], "live": [model.shape.layers]}
+    sizes = {"logits": [model.shape.outputs], "macs": [], "live": [model.shape.layers]}
     return {
         "name": service.name,
         "versions": ["1"],
@@ -85,7 +85,7 @@ def metadata(service: Service) -> dict[str, Any]:
 
 
 def _image_shape(service: Service) -> list[int]:
-    return [service.model.vit.in_chans, *service.model.preprocessing.size]
+    return [service.model.backbone.in_chans, *service.model.preprocessing.size]
 
 
 def read(service: Service, data: bytes) -> tuple[list[Tensor], Any, list[str], str | None]:

@@ -86,7 +86,7 @@ def about(service: Service) -> dict[str, Any]:
         own = _opening(model) / curve.static
         most = max(0, int(100 * (1 - shares[-1])))
         dial = {"most": most, "start": min(most, max(0, round(100 * (1 - own)))), "continuous": curve.continuous}
-    patch = model.vit.patch_embed.patch_size
+    patch = model.backbone.patch_size
     high, wide = (-(-side // p) for side, p in zip(model.preprocessing.size, patch, strict=True))
     colours = [COLOURS(depth / model.shape.layers) for depth in range(model.shape.layers + 1)]
     return {
@@ -116,7 +116,7 @@ def _opening(model: AdaptiveViT) -> float:
 
 def _knows(service: Service) -> str:
     """The model's classes, in words."""
-    count, names = service.model.vit.num_classes, service.names
+    count, names = service.model.shape.outputs, service.names
     if not names:
         return f"{count:,} {service.task.noun}, which have no names here"
     return f"{count:,} {service.task.noun}: " + (", ".join(names) if count <= _NAMED else f"{', '.join(names[:3])} …")
@@ -127,7 +127,7 @@ async def _looked(
 ) -> dict[str, Any]:
     (answer,) = await service.run([image], [budget], trace=True)
     assert answer.attended is not None
-    made = service.answered(answer, min(5, service.model.vit.num_classes))
+    made = service.answered(answer, min(5, service.model.shape.outputs))
     made["caption"] = service.task.caption(made)
     made["attended"] = ["".join("1" if on else "0" for on in row) for row in answer.attended.tolist()]
     if "time" in wanted:

@@ -93,7 +93,7 @@ class Service:
         require(bool(files), "Expected at least one image in 'images'.")
         if unknown := sorted(set(fields) - {"top_k", "budget"}):
             raise Refused(422, f"Unknown field {shown(unknown[0])}; known: images, top_k, budget.")
-        classes = self.model.vit.num_classes
+        classes = self.model.shape.outputs
         top_k = whole_number(fields.get("top_k", min(3, classes)), "top_k", 1, classes)
         return Asked(files, top_k, self.budgets(fields.get("budget"), len(files)))
 

@@ -26,7 +26,7 @@ def shard(model: AdaptiveViT, device: str, processes: int) -> None:
     # the warning is of in-place work on the view that a Linear returns, which training does not do
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device, (processes,))
-    for module in model.vit.blocks.modules():
+    for module in (m for block in model.backbone.blocks for m in block.modules()):
         if isinstance(module, nn.Linear):
             fully_shard(module, mesh=mesh)
     scalars = {p for p in model.parameters() if p.ndim == 0}

@@ -19,7 +19,7 @@ def adamw(model: AdaptiveViT, config: TrainConfig) -> torch.optim.AdamW:
 
     Scalars have a group of their own, since FSDP shards all else and AdamW takes no mixture.
     """
-    still = model.vit.no_weight_decay()
+    still = model.backbone.no_weight_decay()
     groups: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -104,7 +104,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     if policy == "replay":
         raise UserError("A replay belongs to one batch and cannot be trained.")
     if model.task != config.task or model.class_names not in (None, names):
-        model.vit.reset_classifier(outputs)  # other classes than those of the weights
+        model.backbone.adapt(outputs, None)  # other classes than those of the weights
     model.task, model.class_names = config.task, names
     model.budget_state = BudgetState(model)  # the weights may bring one
     trainer = _trainer(config, model, accelerator)
@@ -194,7 +194,7 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator) 
         wrapped, optimizer = accelerator.prepare(model, adamw(model, config))
         for name in ("forward", "_original_forward"):  # accelerate's autocast: validation runs without
             vars(model).pop(name, None)
-    mixing = tasks.get(config.task).mixing(config.augment, model.vit.num_classes)
+    mixing = tasks.get(config.task).mixing(config.augment, model.shape.outputs)
     average = Average(model, config.optim.ema) if config.optim.ema else None
     trainer = Trainer(model, build_objective(config), optimizer, config, accelerator, wrapped, teacher, mixing, average)
     trainer.copy = whole
@@ -207,15 +207,15 @@ def _trainer(config: TrainConfig, model: AdaptiveViT, accelerator: Accelerator) 
 
 
 def _teacher(config: TrainConfig, model: AdaptiveViT) -> AdaptiveViT:
-    outputs, noun = model.vit.num_classes, tasks.get(model.task).noun
+    outputs, noun = model.shape.outputs, tasks.get(model.task).noun
     source = config.teacher or config.weights
     if source is None:
         raise UserError("loss.distill: expected the static model's weights as --teacher or --weights, got neither.")
     size = config.img_size if config.loss.features else None  # patches are compared one by one; else its own size
     teacher = create(config.backbone, "static", weights=source, img_size=size)
-    if teacher.vit.num_classes != outputs:
+    if teacher.shape.outputs != outputs:
         raise UserError(
-            f"loss.distill: the teacher in {source} has {teacher.vit.num_classes} {noun}, the data {outputs}. "
+            f"loss.distill: the teacher in {source} has {teacher.shape.outputs} {noun}, the data {outputs}. "
             "Train it first: adaptivit train --policy static --out STATIC, then --teacher STATIC/model."
         )
     if teacher.class_names not in (None, model.class_names):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import tasks
 from ..data.dataset import Loaded, mix
-from ..errors import NotFiniteError
+from ..errors import NotFiniteError, UserError
 from ..model import AdaptiveViT
 from ..output import Output
 from ..tasks.protocol import Mixing, Task
@@ -54,8 +54,10 @@ def teacher_batch(teacher: AdaptiveViT | None, objective: Objective, images: Ten
     """What a loss may read beside the output: the targets, and the static model's answers at its own image size."""
     if teacher is None:
         return Batch(targets)
-    size = tuple(teacher.vit.patch_embed.img_size)
-    if not teacher.vit.dynamic_img_size and images.shape[2:] != size:
+    try:
+        teacher.backbone.check_size(*images.shape[2:])
+    except UserError:  # another size than it takes
+        size = teacher.backbone.image_size
         images = F.interpolate(images, size, mode="bicubic", align_corners=False, antialias=True)
     output = teacher(images, aux=objective.needs & {"patches"})
     return Batch(targets, output.logits, output.patches)
@@ -196,8 +198,7 @@ class Trainer:
             images, labels = batch.images[start:stop].to(device, non_blocking=True), batch.labels[start:stop]
             weight = 1.0
             if start == stop:  # no image could be read, but the other processes wait: a stand-in of weight 0
-                vit: Any = self.model.vit
-                images = torch.zeros(2, vit.in_chans, *self.model.preprocessing.size, device=device)
+                images = torch.zeros(2, self.model.backbone.in_chans, *self.model.preprocessing.size, device=device)
                 labels, weight = batch.labels.new_zeros(2, *batch.labels.shape[1:]), 0.0
             targets = labels.to(device, non_blocking=True)
             if self.mixing is not None and weight:

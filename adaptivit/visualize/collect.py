@@ -213,7 +213,7 @@ def look(
     if not parts:
         raise DataError(f"No image could be read ({len(given)} unreadable).")
     arrays = {key: np.concatenate([part[key] for part in parts], int(key in _BATCH_SECOND)) for key in parts[0]}
-    trace, shape, patch = output.trace, source.tensor(0).shape, model.vit.patch_embed.patch_size
+    trace, shape, patch = output.trace, source.tensor(0).shape, model.backbone.patch_size
     fields = ("attended", "live", "groups", "predicted", "confidence", "macs")
     return Seen(
         model=name or model.backbone_name or "ViT",

@@ -72,8 +72,8 @@ def _check(model: AdaptiveViT, static: AdaptiveViT | None, shown: int, tokens: i
             "A static model computes every patch in every block: there are no depths to see. Give an adaptive model, "
             "and the static one to compare with as --static (static=)."
         )
-    if static is not None and static.vit.num_classes != model.vit.num_classes:
-        counts = f"{static.vit.num_classes}, not {model.vit.num_classes}"
+    if static is not None and static.shape.outputs != model.shape.outputs:
+        counts = f"{static.shape.outputs}, not {model.shape.outputs}"
         raise UserError(f"static: expected a model of the same classes; it has {counts}.")
     for name, value, least in (("shown", shown, 1), ("tokens", tokens, 0), ("batch_size", batch_size, 1)):
         at_least(name, value, least)

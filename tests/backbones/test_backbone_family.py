@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 import adaptivit
@@ -16,7 +19,10 @@ from adaptivit import backbones
 from adaptivit.backbones.protocol import Backbone, Rates
 from adaptivit.cost import Shape
 from adaptivit.errors import UnsupportedBackbone, UserError
-from adaptivit.testing import _check
+from adaptivit.serve import Service
+from adaptivit.testing import check_backbone
+from tests.support.commands import run
+from tests.support.serving import running
 
 
 class ToyBlock(nn.Module):
@@ -154,6 +160,10 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backbones, "FAMILIES", [*backbones.FAMILIES, ToyBackbone])
 
 
+def named(pretrained: bool = False, **given: Any) -> Toy:
+    return ToyBackbone.build({k: v for k, v in given.items() if k in ("img_size", "num_classes")})
+
+
 def toy() -> Toy:
     torch.manual_seed(0)
     made = Toy()
@@ -174,17 +184,47 @@ def whole(module: Toy, images: Tensor) -> Tensor:
     return family.head(x)[1]
 
 
-def test_static_is_the_model() -> None:
-    module, images = toy(), torch.randn(3, 3, 40, 40)
-    with torch.no_grad():
-        expected = whole(module, images)
-        for layout in ("masked", "packed", "gathered"):
-            assert torch.allclose(adaptivit.create(module, "static")(images, layout=layout).logits, expected, atol=1e-5)
+def test_it_conforms() -> None:
+    module = toy()
+    check_backbone(module, lambda images: whole(module, images))
+    with pytest.raises(AssertionError, match="Toy: logits of static on masked against the module's own differs"):
+        check_backbone(module, lambda images: 2 * whole(module, images))
 
 
-@pytest.mark.parametrize(("policy", "settings"), [("aht", {"gamma": 2.0, "beta": -1.5}), ("amod", {}), ("fold", {})])
-def test_policies_conform(policy: str, settings: dict[str, Any]) -> None:
-    _check(adaptivit.create(toy(), policy, **settings), f"{policy} on a toy family")
+@pytest.mark.parametrize("suffix", ["directory", "file"])
+def test_weights_of_other_classes(tmp_path: Path, suffix: str) -> None:
+    module = toy()
+    place = tmp_path / "toy" if suffix == "directory" else tmp_path / "toy.pth"
+    if suffix == "directory":
+        adaptivit.create(module, "static").save_pretrained(place)
+    else:
+        torch.save(module.state_dict(), place)
+    again = adaptivit.create(Toy(classes=5), "fold", weights=place, num_classes=5)
+    assert torch.equal(again.vit.blocks[0].q.weight, module.blocks[0].q.weight)
+    assert again.shape.outputs == 5
+
+
+def test_train_evaluate_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """By a name that timm knows, as a file given by --import registers it."""
+    monkeypatch.setitem(timm.models._registry._model_entrypoints, "toy_vit", named)
+    x = np.random.default_rng(0).integers(0, 256, (24, 40, 40, 3), dtype=np.uint8)
+    y = np.arange(24) % 3
+    np.savez(tmp_path / "x.npz", train_x=x[:16], train_y=y[:16], val_x=x[16:], val_y=y[16:])
+    flags = ("--epochs", 1, "--batch-size", 8, "--workers", 0, "--device", "cpu")
+    given = ("--data", tmp_path / "x.npz", "--backbone", "toy_vit")
+    assert run("train", *given, "--policy", "static", *flags, "--out", tmp_path / "static") == 0, capsys.readouterr()
+    start = ("--policy", "aht", "--weights", tmp_path / "static" / "model", "--loss.distill", 1.0)
+    assert run("train", *given, *start, *flags, "--out", tmp_path / "aht") == 0, capsys.readouterr()
+    model = tmp_path / "aht" / "model"
+    assert run("evaluate", "--data", tmp_path / "x.npz", "--checkpoint", model) == 0, capsys.readouterr()
+    Image.fromarray(x[0]).save(tmp_path / "x.png")
+    assert run("predict", tmp_path / "x.png", "--checkpoint", model) == 0, capsys.readouterr()
+    assert run("visualize", model, "--images", tmp_path / "x.png", "--out", tmp_path / "seen") == 0
+    with running(Service(adaptivit.load(model), wait=0.0)) as live, live.client() as client:
+        answer = client.post("/v1/classify", files={"images": ("x.png", (tmp_path / "x.png").read_bytes())})
+        assert len(answer.json()["images"][0]["classes"]) == 3
+        assert client.get("/demo/info").json()["grid"] == [5, 5]
+        assert client.get("/v2/models/adaptivit").json()["inputs"][0]["shape"] == [-1, 3, 40, 40]
 
 
 def test_save_load_calibrate(tmp_path: Path) -> None:

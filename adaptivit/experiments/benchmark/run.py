@@ -253,7 +253,7 @@ def _images(config: BenchmarkConfig, base: AdaptiveViT, batch: int) -> Tensor:
     """[B, C, H, W] of the data, evenly spread, or drawn."""
     if config.data is None:
         drawn = torch.Generator().manual_seed(config.seed)
-        return torch.randn(batch, base.vit.in_chans, *base.preprocessing.size, generator=drawn)
+        return torch.randn(batch, base.backbone.in_chans, *base.preprocessing.size, generator=drawn)
     some = dataset.Images(dataset.for_evaluation(config.data, "auto").spread(batch), base.preprocessing.evaluation())
     loaded = next(dataset.batches(some, dataset.in_order(len(some), batch)))
     if len(loaded.images) != batch:
