@@ -137,7 +137,7 @@ class Backbone(ABC):
     # -- images to rows, rows to logits ----------------------------------------------------------------------
     @abstractmethod
     def embed(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, N, D], prefix tokens first."""
+        """[B, C, H, W] -> [B, N, D], prefix tokens first. `len(images)` would fix B in an export."""
 
     def positions(self, images: Tensor) -> Tensor | None:
         """[N, ...] what `qkv` must know of each slot, e.g. rotary angles; None: positions are in the embedding."""

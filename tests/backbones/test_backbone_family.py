@@ -44,6 +44,9 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList(ToyBlock(dim, self.hidden) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, classes)
 
+    def forward(self, images: Tensor) -> Tensor:
+        return whole(self, images)
+
 
 class ToyBackbone(Backbone):
     family = "toy"
@@ -186,7 +189,7 @@ def whole(module: Toy, images: Tensor) -> Tensor:
 
 def test_it_conforms() -> None:
     module = toy()
-    check_backbone(module, lambda images: whole(module, images))
+    check_backbone(module)
     with pytest.raises(AssertionError, match="Toy: logits of static on masked against the module's own differs"):
         check_backbone(module, lambda images: 2 * whole(module, images))
 
@@ -220,6 +223,8 @@ def test_train_evaluate_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     Image.fromarray(x[0]).save(tmp_path / "x.png")
     assert run("predict", tmp_path / "x.png", "--checkpoint", model) == 0, capsys.readouterr()
     assert run("visualize", model, "--images", tmp_path / "x.png", "--out", tmp_path / "seen") == 0
+    bench = ("--batch-sizes", 1, "--policies", "fold", "--skip-compiled", "--repeats", 1, "--device", "cpu")
+    assert run("benchmark", "--backbones", "toy_vit", *bench, "--out", tmp_path / "bench") == 0, capsys.readouterr()
     with running(Service(adaptivit.load(model), wait=0.0)) as live, live.client() as client:
         answer = client.post("/v1/classify", files={"images": ("x.png", (tmp_path / "x.png").read_bytes())})
         assert len(answer.json()["images"][0]["classes"]) == 3

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ...budget.control import RunSetting
@@ -185,7 +186,9 @@ class Product(nn.Module):
 
 def with_product(vit: Any) -> Any:
     """The same model and weights with its patch convolution as a product; itself where that is no plain one."""
-    embed = vit.patch_embed
+    if not isinstance(vit, VisionTransformer):
+        return vit
+    embed: Any = vit.patch_embed
     conv = embed.proj
     plain = conv.kernel_size == conv.stride and conv.padding in (0, (0, 0)) and conv.groups == 1
     if not plain or conv.dilation not in (1, (1, 1)) or vit.dynamic_img_size or not embed.flatten:
