@@ -65,7 +65,8 @@ def bars(console: Console | None = None, *, keep: bool = False, hide: bool = Fal
     try:
         yield step
     finally:
-        shown.stop()
+        if shown.live.is_started:  # else rich would end the bars that never were with an empty line
+            shown.stop()
 
 
 @contextmanager
