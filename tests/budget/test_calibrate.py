@@ -54,7 +54,8 @@ def calibrated(case: str) -> Any:
 
 
 def met(model: Any, images: Tensor) -> float:
-    return float(model(images).macs_deployed.mean()) / static_macs(model)
+    """The share of the static model's MACs; masked, which is the quickest on a CPU and counts the same."""
+    return float(model(images, layout="masked").macs_deployed.mean()) / static_macs(model)
 
 
 # -- the curve ------------------------------------------------------------------------------------------------------

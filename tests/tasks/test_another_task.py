@@ -95,7 +95,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-METHOD = ("--policy", "aht:straight_through=true", "--task", "brightness", "--epochs", 8, "--optim.lr", 2e-3)
+METHOD = ("--policy", "aht:straight_through=true", "--task", "brightness", "--epochs", 4, "--optim.lr", 2e-3)
 
 
 def test_one_class_is_enough(data: Path, tmp_path: Path, capsys: Any) -> None:
