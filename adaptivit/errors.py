@@ -1,4 +1,4 @@
-"""What goes wrong because of input, said in one line: what was expected, what came, what to do."""
+"""Errors caused by input. The message is one line: what was expected, what came, what to do."""
 
 from __future__ import annotations
 

@@ -103,9 +103,10 @@ class AdaptiveViT(nn.Module):
         latency_batch: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Calibration:
-        """Measure on unlabelled images [n, C, H, W] (or batches of them) what each position of the policy's dial costs,
-        keep the curve, and set `budget`. A budget in milliseconds is for `latency_batch` images (default 1) on the
-        model's device. See docs/guide/calibrate.md."""
+        """Measure what each position of the policy's dial costs, keep the curve, and set `budget`.
+
+        On unlabelled images [n, C, H, W], or batches of them. A budget in milliseconds is for `latency_batch` images
+        (default 1) on the model's device. See docs/guide/calibrate.md."""
         from .budget.measure import calibrate
 
         return calibrate(self, images, budget, batch_size, latency_batch, progress)

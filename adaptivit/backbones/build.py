@@ -1,4 +1,4 @@
-"""Make a backbone from a timm name, a module or arguments, and describe one so that it can be made again."""
+"""Backbones from a timm name, a module or arguments, and their description to be made again."""
 
 from __future__ import annotations
 

@@ -155,9 +155,11 @@ class Calibration:
         return dear, cheap, share
 
     def error(self, macs: float) -> float | None:
-        """How far the mean over many new images of the same kind may be from a budget of `macs`, as a share of it: two
-        standard errors of the mean over the calibration images, so that 19 of 20 calibrations do better. None where the
-        spread is not known; 0 where every image costs the same."""
+        """How far the mean over new images may be from a budget of `macs`, as a share of it.
+
+        Two standard errors of the mean over the calibration images, so that 19 of 20 calibrations do better; the new
+        images are many, and of the same kind. None where the spread is not known; 0 where every image costs the same.
+        """
         if not self.continuous:
             return 0.0
         dear, cheap, share = self._around(macs)

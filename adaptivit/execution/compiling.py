@@ -29,8 +29,9 @@ def _version() -> tuple[int, ...]:
 
 
 def _shorten_messages() -> None:
-    """At the first sight of an operation that it has no code for, torch 2.11 writes out everything that this depends
-    on, for a log message, whether anybody reads it or not: minutes, where that is many blocks. The name will do."""
+    """Log messages of torch 2.11 about operations without code name the operation alone.
+
+    Else they write out all that it depends on, even where nothing is logged: minutes, where that is many blocks."""
     from torch._inductor.exc import OperatorIssue
 
     OperatorIssue.operator_str = staticmethod(_name_alone)  # type: ignore[method-assign]

@@ -160,8 +160,9 @@ class Captured:
 
 
 def _set_rows_apart(size: int, like: Tensor) -> list[Tensor]:
-    """Blocks of memory for the rows of a pass, of which up to four are needed at once: before and after a product, a
-    move and a norm; and a segment for what is smaller (evidence).
+    """Blocks of memory for the rows of a pass, and a segment for what is smaller (evidence).
+
+    Up to four are needed at once: before and after a product, a move and a norm.
 
     torch's allocator gives out the smallest free block that is large enough, and cuts off the rest. Without these, rows
     would be cut out of the block that qkv and the hidden layer take turns in, and those would need another. Rows of
@@ -180,8 +181,9 @@ def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _masks(output: Output) -> tuple[list[int], list[int]]:
-    """Of what was spent by masks that the trace does not have, the first of each that is there several times; and for
-    each which of those."""
+    """The masks of added costs that are not in the trace, each once.
+
+    Of each mask the first cost that has it; and for each cost the place of its mask there, -1 if it is in the trace."""
     places: dict[int, int] = {}
     which = [-1 if s.block is not None else places.setdefault(id(s.present), len(places)) for s in output.added_macs]
     return [which.index(place) for place in range(len(places))], which

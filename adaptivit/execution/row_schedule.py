@@ -1,8 +1,8 @@
 """When `packed` moves rows on a GPU: chosen beforehand from how many tokens stay, by times measured on the device.
 
-A token that has left may keep its row for a while: it has weight 0 as a key, so nobody sees it, but it is computed. A
-move takes such rows out, and costs time itself. With t(r) the time of a block on r rows, t'(r) where some of them have
-left, and c that of a move, the moves that minimise
+A token that has left may keep its row for a while: it has weight 0 as a key, so no token attends to it, but it is
+computed. A move takes such rows out, and costs time itself. With t(r) the time of a block on r rows, t'(r) where some
+of them have left, and c that of a move, the moves that minimise
 
     sum over blocks of t(rows held) or t'(rows held) + c (number of moves)
 
@@ -42,7 +42,7 @@ class Times:
     rows: tuple[int, ...]  # rising
     block: tuple[float, ...]
     move: float
-    masked: tuple[float, ...] | None = None  # seconds of a block some rows of which have left; None: the same
+    masked: tuple[float, ...] | None = None  # seconds of a block with rows that have left; None: the same
 
     def at(self, rows: float, masked: bool = False) -> float:
         """Seconds of a block, on the line between the nearest two measurements."""
@@ -62,7 +62,7 @@ def choose(live: Sequence[float], times: Times) -> frozenset[int]:
 
     @cache
     def best(layer: int, held: int) -> tuple[float, tuple[int, ...]]:
-        """Least time of the blocks from `layer` on with the rows of block `held` in store, and the moves to come."""
+        """Least time of the blocks from `layer` on, and the moves to come; stored are the rows of block `held`."""
         if layer == layers:
             return 0.0, ()
         now = times.at(live[held], masked=live[layer] < live[held])
@@ -112,9 +112,10 @@ def plan(model: AdaptiveViT, batch: int, profile: Tensor | Trace | Sequence[floa
 
 @torch.inference_mode()
 def measure(model: AdaptiveViT, batch: int, live: Sequence[float]) -> Times:
-    """Time a block at the numbers of rows in `live` [L], with masks and without, and a move, on the model's device.
+    """Time a move, and a block at the numbers of rows in `live` [L], with masks and without.
 
-    Times rise in steps, as tiles fill the device once more: between two measured numbers the line is a guess.
+    On the model's device. Times rise in steps, as tiles fill the device once more: between two measured numbers the
+    line is a guess.
     """
     weight = next(model.parameters())
     slots, width, block = model.shape.tokens, model.shape.dim, model.backbone.blocks[0]

@@ -56,7 +56,7 @@ def interleaved(
     """Each turn runs every contender once on the same batch; warm-up turns are not counted.
 
     A contender is a model and a layout, or anything that can be called with the batch. Models must be on the batch's
-    device. Whoever comes first changes from turn to turn. A measurement is `inner` calls in a row; None: so many that
+    device. The order changes from turn to turn. A measurement is `inner` calls in a row; None: so many that
     it lasts ENOUGH.
     """
     names = list(contenders)

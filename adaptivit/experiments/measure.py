@@ -1,4 +1,4 @@
-"""Train or adapt the model of a job, evaluate it on the images of the report, and say what was measured."""
+"""Train or adapt the model of a job, and evaluate it on the images of the report."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Rows times a matrix, with all that follows in the same kernel: out = [residual + scale] act(x W^T + b).
 
-Shapes: R rows that there is room for, of which `rows` [1] are live; K width in, N width out. x [R, K], W [N, K], b [N],
+Shapes: R rows that there is room for, `rows` [1] of them live; K width in, N width out. x [R, K], W [N, K], b [N],
 scale [N] (LayerScale).
 
 A persistent grid walks over the tiles of the live rows, so that the number of rows may be known to the device alone,

@@ -26,13 +26,12 @@ REGISTERS = 128  # of a thread at most, so that four programs fit on a multiproc
 
 
 class Tile(NamedTuple):
-    """Rows of a tile, rows that join them at once, warps, and whether every program packs its image itself, which saves
-    a launch and repeats work."""
+    """How the rows of a merge are divided."""
 
-    m: int
-    joining: int
+    m: int  # rows of a tile
+    joining: int  # rows that join them at once
     warps: int
-    packs: bool
+    packs: bool  # every program packs its image itself, which saves a launch and repeats work
 
 
 def tile_for(images: int) -> Tile:

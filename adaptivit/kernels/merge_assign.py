@@ -142,8 +142,9 @@ def _merge_assign_kernel(
 
 @jit
 def _key(score, known, slot):
-    """Whole numbers in the order of the scores, NaN above all, of equal ones the first slot highest, below all
-    where a token is not known."""
+    """Whole numbers in the order of the scores. NaN is above all, and a token that is not known below all.
+
+    Of equal scores the first slot is highest."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # 0 and -0 are equal
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     rank = tl.where(score != score, 0x7FFFFFFF, rank).to(tl.int64)

@@ -22,7 +22,9 @@ TALL, WARPS = 64, 4  # tokens of a program
 
 
 def _closest(one: Tensor, two: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """units [B, n, 2, d] and [B, m, 2, d], allowed [B, n, m] -> the highest cosine and its index, -inf and -1."""
+    """The highest cosine of each row of `one` and its index in `two`; -inf and -1 where none is allowed.
+
+    one [B, n, 2, d], two [B, m, 2, d], allowed [B, n, m]."""
     cosine = one.double().sum(2) @ two.double().sum(2).transpose(1, 2) / 4096
     cosine = cosine.masked_fill(~allowed | cosine.isnan(), float("-inf"))
     if not cosine.shape[-1]:

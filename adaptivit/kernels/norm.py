@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """LayerNorm of rows, and on the way: taking rows to a new place, and one element of the layer that follows.
 
-Shapes: R rows that there is room for, of which `rows` [1] are live; D width. x [R', D], index [R] into it.
+Shapes: R rows that there is room for, `rows` [1] of them live; D width. x [R', D], index [R] into it.
 
     kept_m = x_index(m),   y_m = LayerNorm(kept_m),   element_m = y_m . probe + shift
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """LayerNorm and the product behind it in one kernel, for few rows: out = [GELU](LayerNorm(x) W^T + b).
 
-Shapes: B images, N slots; R rows that there is room for, of which `rows` [1] are live; K width in, C width out. x [R',
+Shapes: B images, N slots; R rows that there is room for, `rows` [1] of them live; K width in, C width out. x [R',
 K], index [R] into it, W [C, K], b [C]. As in norm.py, rows may move on the way (kept), and one element of the product
 may be read before its GELU (element). The program that reads it may also sum scores of it against a threshold
 (threshold_gate.py).

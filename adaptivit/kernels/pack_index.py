@@ -46,7 +46,7 @@ def reference(stay: Tensor, before: Tensor, count: int | None = None) -> Order:
 
 
 class Merging(NamedTuple):
-    """What a Merge says of every token, and lists for the kernel that adds rows, an image's from its first cell on."""
+    """A Merge by token, and as lists for the kernel that adds rows; an image's begin at its first cell."""
 
     target: Tensor  # [B, N] slot of the token that it joins
     source_weight: Tensor  # [B, N] float32

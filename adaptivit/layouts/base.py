@@ -68,7 +68,7 @@ class Layout(ABC):
     name: str
     layer = 0  # the block that runs
     drops_rows = True  # absent rows are not computed
-    static_shapes = True  # no shape depends on who is there: nobody waits for a count
+    static_shapes = True  # no shape depends on which tokens are there: the host waits for no count
     keeps_prefix = False  # the policy never lets class, distillation and register tokens go
     positions: Tensor | None = None  # [N, ...] what the backbone's qkv must know of each slot
     alive: Tensor  # [B, N] bool: has not left
@@ -127,7 +127,7 @@ class Layout(ABC):
 
     @abstractmethod
     def unskip(self) -> None:
-        """The end of a block: gates are applied, whoever sat out is back."""
+        """The end of a block: gates are applied, tokens that sat out are back."""
 
     @abstractmethod
     def merge(self, decision: Merge) -> None:

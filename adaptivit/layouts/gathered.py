@@ -24,7 +24,7 @@ class Gathered(Layout):
     def __init__(self, x: Tensor, head_tokens: int) -> None:
         super().__init__(x, head_tokens)
         self.places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])  # [B, n]
-        self._whole = True  # nobody has left: rows are the grid
+        self._whole = True  # no token has left: rows are the grid
         self._parked = x[:, :head_tokens]  # [B, head_tokens, D] last values of those that left
         self._starts: dict[int, Tensor] = {}
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None

@@ -22,7 +22,7 @@ class Masked(Layout):
 
     def __init__(self, x: Tensor, head_tokens: int) -> None:
         super().__init__(x, head_tokens)
-        self._whole = True  # nobody has left or sits out: masks would change nothing
+        self._whole = True  # no token has left or sits out: masks would change nothing
         self._before: tuple[Tensor, Skip] | None = None
         self._presence: Tensor | None = None  # [B, N] 0/1 with a gradient of the policy's choice
         self._own = True

@@ -130,5 +130,5 @@ class Padded(Layout):
         if stays is None:
             return rows
         place = torch.where(stays & (places < self.head_tokens), places, self.head_tokens)[..., None].expand_as(rows)
-        room = torch.cat([self._parked, self._parked[:, :1]], 1)  # one place more, for rows that nobody reads
+        room = torch.cat([self._parked, self._parked[:, :1]], 1)  # one place more, for rows that are not read
         return room.scatter(1, place, rows.to(room.dtype))[:, : self.head_tokens]

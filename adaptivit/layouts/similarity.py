@@ -144,7 +144,7 @@ class SimilarityOnDevice(Similarity, Match):
     """Both through the kernels: unit keys are stored, cosines never."""
 
     def __init__(self, k: Tensor, cells: Tensor, offsets: Tensor, active: Tensor, units: Tensor | None = None) -> None:
-        """k [R, H, d] of a packed batch with cells [R] and offsets [B + 1] (pack_index.py), or its unit keys."""
+        """The keys k [R, H, d] of a packed batch, or its unit keys; cells [R] and offsets [B + 1] are pack_index's."""
         self.active, self.cells, self.offsets = active, cells, offsets
         self.unit = unit_keys(k, cells, offsets, active.shape[1]) if units is None else units
 

@@ -1,11 +1,11 @@
-"""Packed and gathered on the device: rows image after image without padding; nobody waits for a count.
+"""Packed and gathered on the device: rows image after image without padding; the host waits for no count.
 
-Shapes: B images, N slots, D width, H heads, d head width; R rows that there is room for. `cells` [R] says whose they
-are, `place` [B N] is the way back (ops/compact.py). Packed: R = B N, of which offsets[B] are in use. Gathered: R = B n,
-n rows of every image.
+Shapes: B images, N slots, D width, H heads, d head width; R rows that there is room for. `cells` [R] gives their
+slots in the grid, `place` [B N] the rows of the slots (kernels/pack_index.py). Packed: R = B N, the first offsets[B]
+are in use. Gathered: R = B n, n rows of every image.
 
 Rows move when the plan says so: a token that has left between two moves keeps its row and has weight 0 as a key, which
-changes nothing for anybody else. A move itself costs no pass: the next norm reads the rows from where they were.
+changes nothing for the others. A move itself costs no pass: the next norm reads the rows from where they were.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PackedOnDevice(Layout):
         return (self.cells, self.place) if self._moved else (None, None)
 
     def remember(self, active: Tensor, rows: Tensor) -> None:
-        """Tokens [B, N] that are active once others have left, and the same for every row [R] as rows are now."""
+        """The tokens [B, N] that are active once others have left, and the same by row [R]."""
         self._known = (active, rows)
 
     @property
@@ -74,7 +74,7 @@ class PackedOnDevice(Layout):
         return self.slots
 
     def _room(self, stay: Tensor, count: int | None) -> int | None:
-        """How many tokens [B, N] of every image stay, where that is known to the host and the same for all."""
+        """How many tokens of an image stay, where the host knows it and it is the same for all."""
         return None
 
     def _select(self, stay: Tensor, count: int | None) -> None:

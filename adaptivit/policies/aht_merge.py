@@ -200,8 +200,9 @@ class AHTMerge(AHT):
             fewest, most = (fewest, keep) if too_dear() else (keep, most)
 
     def _keep_share(self, keep: float, trace: Trace, offset: Tensor) -> None:
-        """Set gamma and offset of each block so that a share `keep` of the patches that enter it stays (all images
-        taken together), and gamma f has the deviation that the setting gamma asks for."""
+        """Set gamma and offset of each block so that a share `keep` of the patches that enter it stays.
+
+        Over all images together; gamma f has the deviation that the setting gamma asks for."""
         prefix, settings = self.shape.num_prefix_tokens, self.settings
         enough = math.log((settings.threshold - settings.eps) / max(1 - settings.threshold + settings.eps, 1e-3))
         for block, values in zip(self.halting_blocks, trace.facts["features"], strict=True):

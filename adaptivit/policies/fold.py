@@ -51,7 +51,7 @@ class Fold(Policy):
         self.blocks = frozenset(blocks)
         column = settings.evidence == "column" or not shape.class_token
         self.look = "received" if column else "class_row"
-        # an impossible budget is said now; other image sizes are counted when they come
+        # an impossible budget is an error now; other image sizes are counted when they come
         self._known = {shape.tokens: self._counts(shape.tokens)}
 
     def at_position(self, position: float) -> Fold:

@@ -105,7 +105,9 @@ class Halting:
         return self.going.float() + torch.where(self.halts, soft - soft.detach(), torch.zeros_like(soft))
 
     def facts(self) -> dict[str, Tensor]:
-        """scores [L, B, N], halt [B, N] = N_k, remainder [B, N], presence [L, B, N], halts [B, N], threshold []."""
+        """What the losses and reports read.
+
+        scores [L, B, N], halt [B, N] = N_k, remainder [B, N], presence [L, B, N], halts [B, N], threshold []."""
         return {
             "scores": torch.stack(self.scores),
             "halt": self.halt,

@@ -88,7 +88,7 @@ class CompareConfig:
         if self.start == "static" and self.epochs == 0:
             raise UserError("start: going on from a trained static model needs --epochs of at least 1, got 0.")
         for method in self.methods:
-            parse_method(method, self.shared())  # a mistake in a method is said before anything runs
+            parse_method(method, self.shared())  # a mistake in a method is an error before anything runs
 
     def shared(self, seed: int = 0) -> TrainConfig:
         """The recipe that all methods have in common."""

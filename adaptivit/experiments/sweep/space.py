@@ -171,7 +171,7 @@ def apply(base: TrialConfig, params: Mapping[str, Value]) -> TrialConfig:
 
 
 def _spec(policy: str, changes: Mapping[str, Value]) -> str:
-    """A policy's text with other settings. All that was said stays, defaults too: a given gate is not calibrated."""
+    """A policy's text with other settings. What it gives stays, defaults too: a given gate is not calibrated."""
     name, values = spec.parse(policy)
     if not changes:
         return policy
