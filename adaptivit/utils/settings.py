@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import typing
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_hints = functools.cache(typing.get_type_hints)  # they take a millisecond, and a plan asks a thousand times
 
 
 def kinds(cls: type) -> Mapping[str, Any]:
     """The type of every setting."""
     found: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(cls).items():
+    for name, kind in _hints(cls).items():
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             found |= {f"{name}.{k}": v for k, v in kinds(kind).items()}
         else:
