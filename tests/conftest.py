@@ -21,6 +21,7 @@ from tests.support.sweeps import result
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+os.fsync = lambda _: None  # type: ignore[assignment]  # milliseconds a file, and no test cuts the power
 torch.set_num_threads(1)  # tensors are so small that a second thread only waits
 settings.register_profile(
     "proofs",
