@@ -87,9 +87,9 @@ def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
 
 
 def load(directory: str | Path) -> AdaptiveViT:
-    """The model of a checkpoint directory, exactly as it was saved, precision included."""
+    """The model of a checkpoint directory, or of a training run's, as it was saved, precision included."""
     stored = checkpoint.read(directory)
-    config, path = stored.config, Path(directory) / "config.json"
+    config, path = stored.config, stored.place / "config.json"
     _check_known(config, path)
     with _explained(path):
         described = config["backbone"]
@@ -144,7 +144,7 @@ def _from_directory(
 ) -> AdaptiveViT:
     """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
     stored = checkpoint.read(directory)
-    config, is_narrow = stored.config, bool(stored.config.get("whole"))
+    config, directory, is_narrow = stored.config, stored.place, bool(stored.config.get("whole"))
     same = _is_same(backbone, policy, config, directory)
     if is_narrow:
         backbone = _narrow_backbone(backbone, policy, settings, stored)

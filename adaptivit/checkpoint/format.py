@@ -18,6 +18,7 @@ from ..model import AdaptiveViT
 from ..policies.renamed import upgraded
 from ..utils.atomic_io import new_directory, write_bytes, write_text
 from . import model_card
+from .place import checkpoint_at
 from .weights import State, read_weights, tensors
 
 FORMAT = 3  # 1 had no digest of the weights, 1 and 2 other names of policies' settings
@@ -136,8 +137,8 @@ class Stored:
 
 def read(directory: str | Path) -> Stored:
     """A checkpoint directory; errors are one line."""
-    config = read_config(directory)
-    place = Path(directory)
+    place = checkpoint_at(directory)
+    config = read_config(place)
     return Stored(place, config, read_weights(place / "model.safetensors"), _digest(place))
 
 
@@ -148,18 +149,7 @@ def _digest(place: Path) -> str:
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory; errors are one line."""
-    place = Path(directory)
-    path = place / "config.json"
-    if place.is_file():
-        raise WeightsError(f"A checkpoint is a directory with a config.json, and {directory} is a file.")
-    if not place.is_dir():
-        raise WeightsError(
-            f"No such directory, so no config.json: {directory}. Names on the Hugging Face Hub load by from_pretrained."
-        )
-    if not path.is_file():
-        inside = sorted(p.parent for p in place.glob("*/config.json"))
-        hint = f" Did you mean {inside[0]}?" if len(inside) == 1 else ""
-        raise WeightsError(f"Not a checkpoint of adaptivit: {directory} has no config.json.{hint}")
+    path = checkpoint_at(directory) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         version = config["format"]

@@ -19,7 +19,7 @@ class CalibrateConfig:
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional]
-    """Directory saved by `train` or save_pretrained."""
+    """Directory of a run of `train`, or saved by save_pretrained."""
     data: str
     """Images: a folder (labels are not looked at), or .npz with x, train_x, val_x or test_x."""
     budget: str | None = None

@@ -30,7 +30,7 @@ class ModelConfig:
     """Which model: a checkpoint of ours, or a backbone with a policy."""
 
     checkpoint: str | None = None
-    """Directory saved by `train` or save_pretrained."""
+    """Directory of a run of `train`, or saved by save_pretrained."""
     backbone: str | None = None
     """timm name, where there is no checkpoint."""
     policy: str = "static"

@@ -19,8 +19,8 @@ class DemoConfig(Listening):
     """
 
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
-    """Directory saved by `train` or save_pretrained; default: a small model of handwritten digits that comes with the
-    package."""
+    """Directory of a run of `train`, or saved by save_pretrained; default: a small model of handwritten digits that
+    comes with the package."""
     open: bool = False
     """Also open the page in a browser."""
 

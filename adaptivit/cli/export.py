@@ -19,7 +19,7 @@ class ExportConfig:
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional]
-    """Directory saved by `train` or save_pretrained."""
+    """Directory of a run of `train`, or saved by save_pretrained."""
     out: str
     """The file to write."""
     format: Literal["onnx", "pt2"] = "onnx"

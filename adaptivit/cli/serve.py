@@ -38,7 +38,8 @@ class ServeConfig(ModelConfig, Listening):
     """
 
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
-    """Directory saved by `train` or save_pretrained; or leave it out and name a --backbone with a --policy."""
+    """Directory of a run of `train`, or saved by save_pretrained; or leave it out and name a --backbone with a
+    --policy."""
     name: str = "adaptivit"
     """The model's name in /v2/models/NAME."""
     hosts: tuple[str, ...] = ()

@@ -27,7 +27,8 @@ class VisualizeConfig(ModelConfig):
     """
 
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
-    """Directory saved by `train` or save_pretrained; or leave it out and name a --backbone with a --policy."""
+    """Directory of a run of `train`, or saved by save_pretrained; or leave it out and name a --backbone with a
+    --policy."""
     images: tuple[str, ...] = ()
     """Image files or folders; no labels are needed."""
     data: str | None = None

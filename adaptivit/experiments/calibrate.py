@@ -17,6 +17,7 @@ from ..budget.measure import Check
 from ..budget.measure import Progress as Progressing
 from ..budget.measure import check as check_budgets
 from ..checkpoint.format import read_config
+from ..checkpoint.place import checkpoint_at
 from ..data import dataset
 from ..data.dataset import Images, Labelled
 from ..errors import DataError
@@ -50,7 +51,8 @@ def calibrate(
     """Measure the curve, check it on other images, and write it; the flags of the command."""
     if budget is not None:
         budgets.parse(budget)
-    model = load(checkpoint).float().to(device_of(device))
+    source = checkpoint_at(checkpoint)
+    model = load(source).float().to(device_of(device))
     images, others = _images(data), None if check is None else _images(check)
     with bar("calibrate") as progress:
         limit = limit or _enough(model, images, budget, batch_size, workers, progress)
@@ -65,8 +67,8 @@ def calibrate(
         "calibration.csv": as_csv(curve, rows, model, data, check or "").encode(),
         "calibration.png": picture(curve, rows, model),
     }
-    place = Path(out or checkpoint)
-    _store(Path(checkpoint), out, curve.to_config(model.budget), files)
+    place = Path(out or source)
+    _store(source, out, curve.to_config(model.budget), files)
     show(table(curve, rows, sum(map(len, unseen)), checkpoint))
     for line in notes(model, curve):
         print(line)

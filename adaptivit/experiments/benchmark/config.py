@@ -46,7 +46,8 @@ class BenchmarkConfig:
     """Weights of all contenders: .safetensors or .pth in timm's keys, or a checkpoint directory of ours. Default:
     random ones from --seed."""
     checkpoint: str | None = None
-    """A directory saved by `train` or save_pretrained: one contender more, beside the backbone that it holds."""
+    """Directory of a run of `train`, or saved by save_pretrained: one contender more, beside the backbone that it
+    holds."""
     data: str | None = None
     """Data to take the batch from, as for train; default: random images from --seed."""
 

@@ -1,0 +1,29 @@
+"""Where a checkpoint lies. Nothing here imports torch, so that a wrong path is an error at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import WeightsError
+
+
+def checkpoint_at(path: str | Path) -> Path:
+    """The checkpoint directory that a path means: itself, or `model` in the directory of a training run."""
+    place = Path(path)
+    if place.is_file():
+        raise WeightsError(f"A checkpoint is a directory with a config.json, and {path} is a file.")
+    if not place.is_dir():
+        raise WeightsError(
+            f"No such directory, so no config.json: {path}. Names on the Hugging Face Hub load by from_pretrained."
+        )
+    if (place / "model.safetensors").is_file():
+        return place
+    if (place / "model" / "config.json").is_file():
+        return place / "model"
+    if (place / "environment.json").is_file():
+        raise WeightsError(f"The training run in {path} has not ended, so it has no model yet: go on with --resume.")
+    if not (place / "config.json").is_file():
+        inside = sorted(p.parent for p in place.glob("*/config.json"))
+        hint = f" Did you mean {inside[0]}?" if len(inside) == 1 else ""
+        raise WeightsError(f"Not a checkpoint of adaptivit: {path} has no config.json.{hint}")
+    return place
