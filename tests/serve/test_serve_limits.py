@@ -287,26 +287,41 @@ def closed(line: socket.socket) -> float:
     return time.monotonic() - begun
 
 
-def test_nobody_holds_a_connection_for_nothing(model: Any) -> None:
+def silent(place: tuple[str, int]) -> None:
+    """A connection that sends nothing at all."""
+    with socket.create_connection(place, timeout=60) as line:
+        assert closed(line) > 0.5
+
+
+def byte_by_byte(place: tuple[str, int]) -> None:
+    """A head that does not come to its end."""
+    with socket.create_connection(place, timeout=60) as line:
+        sent = 0
+        with contextlib.suppress(OSError):
+            for byte in b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 400:
+                line.sendall(bytes([byte]))
+                sent += 1
+                time.sleep(0.02)
+        assert sent < 400
+
+
+def broken_off(place: tuple[str, int]) -> None:
+    """A request that is answered, and the beginning of a second."""
+    with socket.create_connection(place, timeout=60) as line:
+        line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert line.recv(65536).startswith(b"HTTP/1.1 200")
+        line.sendall(b"GET /hea")
+        closed(line)
+
+
+def test_idle_connections_are_closed(model: Any) -> None:
     """Silent ones, heads that come byte by byte, and answers that are not fetched; while requests go on."""
     with slow(model, timeout=1.5) as one:
         one.go.set()
         place = ("127.0.0.1", one.found.port)
-        with socket.create_connection(place, timeout=60) as line:  # nothing at all
-            assert closed(line) > 0.5
-        with socket.create_connection(place, timeout=60) as line:
-            sent = 0
-            with contextlib.suppress(OSError):
-                for byte in b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 400:
-                    line.sendall(bytes([byte]))
-                    sent += 1
-                    time.sleep(0.02)
-            assert sent < 400
-        with socket.create_connection(place, timeout=60) as line:  # one that works, and its next one comes slowly
-            line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert line.recv(65536).startswith(b"HTTP/1.1 200")
-            line.sendall(b"GET /hea")
-            closed(line)
+        with ThreadPoolExecutor(3) as pool:
+            for held in [pool.submit(hold, place) for hold in (silent, byte_by_byte, broken_off)]:
+                held.result()
         with socket.socket() as line:  # more answers than the buffers hold, and none are read
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.connect(place)
