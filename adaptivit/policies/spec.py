@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 import typing
@@ -57,7 +58,8 @@ def spec(policy: str, settings: Any) -> str:
     return policy + (":" + ",".join(items) if items else "")
 
 
-def describe(cls: type) -> list[tuple[str, Any, str]]:
+@functools.cache  # reads source files
+def describe(cls: type) -> tuple[tuple[str, Any, str], ...]:
     """(name, default, meaning) of every field: the string under a field is its meaning."""
     meanings: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
@@ -70,4 +72,4 @@ def describe(cls: type) -> list[tuple[str, Any, str]]:
                 value = text_node.value if isinstance(text_node, ast.Expr) else None
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
                     meanings[field_node.target.id] = " ".join(value.value.split())
-    return [(f.name, f.default, meanings.get(f.name, "")) for f in dataclasses.fields(cls)]
+    return tuple((f.name, f.default, meanings.get(f.name, "")) for f in dataclasses.fields(cls))
