@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -346,16 +344,6 @@ def test_defaults_follow_the_device() -> None:
     given = BenchmarkConfig(policies=("tome:r=13",), batch_sizes=(1, 2), skip_compiled=True, plot=True)
     command = "adaptivit benchmark --policies tome:r=13 --batch-sizes 1 2 --skip-compiled --plot"
     assert given.command() == command
-
-
-def test_help_without_torch() -> None:
-    code = (
-        "import sys; from adaptivit.cli.main import main; main(['benchmark', '--help']); "
-        "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for word in ("--policies", "--profile", "--static-modes", "gate_scale"):
-        assert word in printed
 
 
 def test_the_fastest_way_to_run_static_is_taken_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,16 +227,6 @@ def test_another_directory_is_left_alone(tmp_path: Path) -> None:
 
 
 # -- the command line -----------------------------------------------------------------------------------------------
-def test_help_without_torch() -> None:
-    code = (
-        "import sys; from adaptivit.cli.main import main; main(['compare', '--help']); "
-        "assert not {'torch', 'timm', 'matplotlib'} & set(sys.modules)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for word in ("--methods", "--start", "--timing-repeats", "aht-balanced", "gate_scale"):
-        assert word in printed
-
-
 def test_the_command_of_a_configuration() -> None:
     config = CompareConfig(data="my data", methods=("aht:balanced", "avit"), seeds=(0, 1), epochs=0)
     expected = "adaptivit compare --data 'my data' --methods aht:balanced avit --epochs 0 --seeds 0 1"
