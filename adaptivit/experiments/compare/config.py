@@ -29,8 +29,9 @@ class CompareConfig:
     data: str
     """Image folder, arrays, shards or hf:PATH, as for train; `digits` for the embedded handwritten digits."""
     methods: tuple[str, ...]
-    """Methods, each policy[:recipe][,key=value], e.g. aht:balanced avit aht:loss.cost_target=0.5 (listed below). A key
-    is a setting of the policy or of a loss. static is always among them."""
+    """Methods, each POLICY or POLICY:RECIPE, with KEY=VALUE after commas, e.g. aht:balanced avit
+    aht:loss.cost_target=0.5 (listed below). A key is a setting of the policy or of a loss. static is always among
+    them."""
     backbone: str = "deit_tiny_patch16_224"
     """timm name of the VisionTransformer; `digits_vit` for the small one of the quickstart."""
     weights: str | None = None
