@@ -33,6 +33,7 @@ def create(
     num_classes: int | None = None,
     img_size: int | tuple[int, int] | None = None,
     drop_path_rate: float = 0.0,
+    allow_nonfinite: bool = False,
     **policy_settings: Any,
 ) -> AdaptiveViT:
     """Make a ViT adaptive.
@@ -40,13 +41,14 @@ def create(
     backbone: a timm name, a module of a family (used as it is, not copied), or arguments of timm's VisionTransformer.
     weights: a .safetensors or .pth file in the module's keys, a directory saved by us, or True for timm's own download.
     A num_classes other than the weights' replaces the head; an img_size other than theirs resizes the position
-    embedding. The rest are the policy's settings (adaptivit.settings).
+    embedding. allow_nonfinite takes weights with NaN or infinity, which are refused. The rest are the policy's settings
+    (adaptivit.settings).
     """
     make(policy, policy_settings)  # a bad setting is an error before anything is built or downloaded
     if isinstance(weights, (str, Path)) and Path(weights).is_dir():
         changes = {"num_classes": num_classes, "img_size": img_size, "drop_path_rate": drop_path_rate}
-        return _from_directory(backbone, policy, Path(weights), changes, policy_settings)
-    state = read_weights(weights) if isinstance(weights, (str, Path)) else {}
+        return _from_directory(backbone, policy, checkpoint.read(weights, allow_nonfinite), changes, policy_settings)
+    state = read_weights(weights, allow_nonfinite) if isinstance(weights, (str, Path)) else {}
     classes, keep_head = _classes(num_classes, backbone, state)
     vit = build_backbone(backbone, classes, img_size, drop_path_rate, pretrained=weights is True)
     model = AdaptiveViT(vit, policy, policy_settings, backbone if isinstance(backbone, str) else None)
@@ -86,9 +88,11 @@ def _narrowed(model: AdaptiveViT) -> AdaptiveViT:
     return small
 
 
-def load(directory: str | Path) -> AdaptiveViT:
-    """The model of a checkpoint directory, or of a training run's, as it was saved, precision included."""
-    stored = checkpoint.read(directory)
+def load(directory: str | Path, *, allow_nonfinite: bool = False) -> AdaptiveViT:
+    """The model of a checkpoint directory, or of a training run's, as it was saved, precision included.
+
+    allow_nonfinite takes weights with NaN or infinity, which are refused."""
+    stored = checkpoint.read(directory, allow_nonfinite)
     config, path = stored.config, stored.place / "config.json"
     _check_known(config, path)
     with _explained(path):
@@ -140,10 +144,9 @@ def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
 
 
 def _from_directory(
-    backbone: Any, policy: str, directory: Path, changes: dict[str, Any], settings: dict[str, Any]
+    backbone: Any, policy: str, stored: checkpoint.Stored, changes: dict[str, Any], settings: dict[str, Any]
 ) -> AdaptiveViT:
     """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
-    stored = checkpoint.read(directory)
     config, directory, is_narrow = stored.config, stored.place, bool(stored.config.get("whole"))
     same = _is_same(backbone, policy, config, directory)
     if is_narrow:

@@ -17,6 +17,7 @@ from ..errors import UserError, WeightsError
 from ..model import AdaptiveViT
 from ..policies.renamed import upgraded
 from ..utils.atomic_io import new_directory, write_bytes, write_text
+from ..utils.text import json_text
 from . import model_card
 from .place import checkpoint_at
 from .weights import State, read_weights, tensors
@@ -57,8 +58,8 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
     }
     try:
         config |= (model.notes if model.noted == identity(model, digest) else {}) | extra
-        text = json.dumps(config, indent=2) + "\n"
-    except (TypeError, ValueError) as error:
+        text = json_text(config, indent=2) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"config.json cannot hold what was given: {error}.") from None
     picture = None if images is None else model_card.maps(model, images)
     with new_directory(place) as new:
@@ -135,11 +136,11 @@ class Stored:
             )
 
 
-def read(directory: str | Path) -> Stored:
+def read(directory: str | Path, allow_nonfinite: bool = False) -> Stored:
     """A checkpoint directory; errors are one line."""
     place = checkpoint_at(directory)
     config = read_config(place)
-    return Stored(place, config, read_weights(place / "model.safetensors"), _digest(place))
+    return Stored(place, config, read_weights(place / "model.safetensors", allow_nonfinite), _digest(place))
 
 
 def _digest(place: Path) -> str:

@@ -21,14 +21,20 @@ _LIBRARY: dict[str, Any] = {"library_name": "adaptivit", "library_version": __ve
 
 
 def from_pretrained(
-    name: str | Path, *, revision: str | None = None, token: str | None = None, local_files_only: bool = False
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    local_files_only: bool = False,
+    allow_nonfinite: bool = False,
 ) -> AdaptiveViT:
     """The model of a checkpoint directory, or of a repository on the Hub (user/name), downloaded once.
 
     revision: a branch, tag or commit. local_files_only: take what was downloaded before, without a request.
+    allow_nonfinite as in load.
     """
     if Path(name).is_dir():
-        return load(name)
+        return load(name, allow_nonfinite=allow_nonfinite)
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": revision, "token": token, "local_files_only": local_files_only, **_LIBRARY}
@@ -36,7 +42,7 @@ def from_pretrained(
         place = snapshot_download(str(name), allow_patterns=list(READ), **options)
     except Exception as error:  # a dozen kinds: no such name, no access, no network, no disk
         raise WeightsError(f"{name} is no directory, and the Hugging Face Hub gave none ({_kind(error)}).") from None
-    return load(place)
+    return load(place, allow_nonfinite=allow_nonfinite)
 
 
 def push(

@@ -28,7 +28,7 @@ def tensors(model: AdaptiveViT) -> State:
     return {k.removeprefix("vit."): whole(v.detach()).contiguous() for k, v in model.state_dict().items()}
 
 
-def read_weights(path: str | Path) -> State:
+def read_weights(path: str | Path, allow_nonfinite: bool = False) -> State:
     """A state dict from a .safetensors or a .pth file; a pickle that would run code is refused."""
     path = Path(path)
     if not path.is_file():
@@ -50,7 +50,20 @@ def read_weights(path: str | Path) -> State:
             state = state[wrapper]
     if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
         raise WeightsError(f"{path} holds no state dict (expected a mapping of names to tensors).")
+    if not allow_nonfinite:
+        check_finite(state, str(path))
     return {k.removeprefix("module."): v for k, v in state.items()}
+
+
+def check_finite(state: Mapping[str, Tensor], source: str) -> None:
+    """Refuse NaN and infinity."""
+    odd = [k for k, v in state.items() if v.dtype in _FLOATS and not bool(v.isfinite().all())]
+    if odd:
+        more = f" and {len(odd) - 1} more" * (len(odd) > 1)
+        raise WeightsError(
+            f"{source} has values that are not finite (NaN or infinity) in {odd[0]}{more}, so its answers would mean "
+            "nothing; take another file. To look at it nonetheless: --allow-nonfinite, in Python allow_nonfinite=True."
+        )
 
 
 def check_fit(own: Mapping[str, Tensor], state: Mapping[str, Tensor], source: str) -> None:

@@ -44,6 +44,8 @@ class ModelConfig:
     settings."""
     max_macs: str | None = None
     """What any single image may cost at most: '1.0 GMACs' or -20%."""
+    allow_nonfinite: bool = False
+    """Take weights with NaN or infinity, to look at them."""
 
     def __post_init__(self) -> None:
         check_size(self.img_size)
@@ -58,11 +60,12 @@ class ModelConfig:
         if self.checkpoint is not None:
             if self.weights is not None or self.img_size is not None or self.policy != "static":
                 raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
-            model = load(self.checkpoint).float()
+            model = load(self.checkpoint, allow_nonfinite=self.allow_nonfinite).float()
         else:
             policy, values = spec.parse(self.policy)
             assert self.backbone is not None
-            model = create(self.backbone, policy, weights=self.weights, img_size=self.img_size, **values)
+            given: Any = {"weights": self.weights, "img_size": self.img_size, "allow_nonfinite": self.allow_nonfinite}
+            model = create(self.backbone, policy, **given, **values)
         if self.budget is not None:
             model.budget = self.budget
         if self.max_macs is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..errors import DataError
 from ..model import AdaptiveViT
 from ..tasks.protocol import Task
 from ..utils.csv import csv_text
+from ..utils.text import json_text
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def as_jsonl(predictions: list[Prediction], task: Task) -> str:
     lines = []
     for p in predictions:
         values = dict(vars(p))
-        lines.append(json.dumps({"image": values.pop("image"), **task.record(values.pop("answer")), **values}) + "\n")
+        lines.append(json_text({"image": values.pop("image"), **task.record(values.pop("answer")), **values}) + "\n")
     return "".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from ..utils.csv import csv_text
 from ..utils.environment import summary
 from ..utils.hardware import device_name, device_of
 from ..utils.plotting import ACCENT, DASHED, INK, MUTED, add_axes, grid, headline, label_axes, new_figure, png_bytes
-from ..utils.text import signed_percent
+from ..utils.text import json_text, signed_percent
 
 FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cost, and for the curve
 
@@ -132,7 +131,7 @@ def _store(source: Path, out: str | None, curve: dict[str, Any], files: dict[str
         return
     with new_directory(out) as place:
         shutil.copytree(source, place, dirs_exist_ok=True)
-        write_text(place / "config.json", json.dumps(entry, indent=2) + "\n")
+        write_text(place / "config.json", json_text(entry, indent=2) + "\n")
         for name, content in files.items():
             write_bytes(place / name, content)
 

@@ -22,6 +22,7 @@ from .limits import body, content_type, encoded_images, form, picture, read_json
 from .metrics import Metrics
 
 _DECODERS = 2  # threads
+_WILD = 1e3  # no normalised pixel is as large
 T = TypeVar("T")
 
 
@@ -129,9 +130,11 @@ class Service:
     async def run(self, images: Sequence[Tensor], given: Sequence[Budget | None], trace: bool = False) -> list[Answer]:
         jobs = [Job(image, budget, trace) for image, budget in zip(images, given, strict=True)]
         answers = await asyncio.gather(*(asyncio.wrap_future(f) for f in self.batcher.submit(jobs)))
-        for i, answer in enumerate(answers, 1):
-            finite = bool(answer.logits.isfinite().all())
-            require(finite, f"image {i}: the model's answer is not finite; are its numbers normalised?")
+        for i, (image, answer) in enumerate(zip(images, answers, strict=True), 1):
+            if not bool(answer.logits.isfinite().all()):
+                line = f"image {i}: the model's answer is not finite"
+                require(float(image.abs().max()) < _WILD, f"{line}; are its numbers normalised?")
+                raise Refused(500, f"{line}. The fault is the model's, not the request's.")
         return answers
 
     def answered(self, answer: Answer, top_k: int) -> dict[str, Any]:

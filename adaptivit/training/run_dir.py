@@ -30,6 +30,7 @@ from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
 from ..utils.console import bars
 from ..utils.settings import flat
 from ..utils.sharded import like, whole
+from ..utils.text import json_text
 from . import fsdp, log_plots
 from .config import FREE, RENAMED, TrainConfig
 from .losses import Losses
@@ -100,7 +101,7 @@ class RunDirectory:
             return
         try:
             with (self.path / "log.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json_text(record) + "\n")
         except OSError as error:
             raise UserError(f"Cannot write {self.path / 'log.jsonl'}: {error.strerror or error}.") from error
         if self.writer is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .text import json_text
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json_text(value, indent=2) + "\n")
 
 
 def recover(path: str | Path) -> None:

@@ -1,8 +1,11 @@
-"""Figures and tables as text."""
+"""Figures, tables and JSON as text."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 
 def signed_percent(share: float) -> str:
@@ -14,3 +17,19 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     rule = ["---", *["---:"] * (len(names) - 1)]
     return ["| " + " | ".join(row) + " |" for row in (names, rule, *cells)]
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, which has no NaN and no infinity: null in their place."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_nulls(value), indent=indent, allow_nan=False)
+
+
+def _nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _nulls(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_nulls(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
