@@ -55,7 +55,7 @@ def run(config: EvaluateConfig) -> None:
     from ..evaluation.evaluate import paired_difference
     from ..factory import load
     from ..utils.atomic_io import write_json
-    from ..utils.console import show
+    from ..utils.console import left_out, show
     from ..utils.csv import append_csv
     from ..utils.hardware import device_of
     from ..utils.text import signed_percent
@@ -75,8 +75,7 @@ def run(config: EvaluateConfig) -> None:
     show(report.table(row, result), width=110)
     if config.split == "auto" and not {"test", "val"} & set(dataset.read(config.data)):
         print(f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter")
-    if result.unreadable:
-        print(f"{result.unreadable} images could not be read and were left out")
+    left_out(labelled.without(set(range(len(labelled))) - set(result.indices)))
     if other is not None:
         second = report.measure(other, labelled, device, **given, what="compare")
         difference, half, n = paired_difference(result, second)

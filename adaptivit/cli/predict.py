@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from ..errors import UserError
+from ..errors import DataError, UserError
 from ..utils.coerce import at_least
 from .command import Command, ModelConfig, names_of
 
@@ -46,24 +46,31 @@ def run(config: PredictConfig) -> None:
     from .. import tasks
     from ..evaluation import predict
     from ..utils.atomic_io import write_text
-    from ..utils.console import show
+    from ..utils.console import left_out, show
     from ..utils.hardware import device_of
 
     if config.out and config.format == "table":
         raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
-    paths = predict.find_images(config.images)
+    others: list[str] = []
+    bad: list[str] = []
+    paths = predict.find_images(config.images, others)
     model = config.model.build()
     names, task, device = names_of(config.class_names, model), tasks.get(model.task), device_of(config.device)
     sizes: dict[str, Any] = {"top_k": config.top_k, "layout": config.layout, "batch_size": config.batch_size}
-    found = predict.predict(model.to(device), paths, names=names, device=str(device), **sizes)
+    found = predict.predict(model.to(device), paths, names=names, device=str(device), **sizes, unreadable=bad)
+    if not found:
+        raise DataError(bad[0] if len(bad) == 1 else f"None of {len(bad)} images can be read. {bad[0]}")
     if config.format == "table":
         show(predict.as_table(found, task))
-        return
-    text = predict.as_jsonl(found, task) if config.format == "jsonl" else predict.as_csv(found, task)
-    if config.out is None:
-        print(text, end="")
     else:
-        write_text(config.out, text)
+        text = predict.as_jsonl(found, task) if config.format == "jsonl" else predict.as_csv(found, task)
+        if config.out is None:
+            print(text, end="", flush=True)
+        else:
+            write_text(config.out, text)
+    left_out([*bad, *others])
+    if bad:
+        raise SystemExit(1)
 
 
 COMMAND = Command(PredictConfig, run, policies=True)

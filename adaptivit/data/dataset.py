@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from ..model import AdaptiveViT
     from .gpu_pipeline import OnDevice
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff", ".gif"}
+Image.init()
+# What Pillow decodes here: not its stubs, which know a file's name alone, and not EPS, for which it starts Ghostscript.
+FORMATS = tuple(name for name in Image.ID if name not in ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"))
+SUFFIXES = {s for s, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")}  # JPEG opens MPO
 SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
-# An image that PIL cannot read raises one of these.
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
 
 def _turned(image: Image.Image) -> bool:
@@ -52,11 +53,11 @@ def rgb(image: Image.Image) -> Image.Image:
 
 
 def open_image(image: Any) -> Image.Image:
-    """An upright RGB image of a file, or an image as it is; DataError names a file that cannot be read."""
+    """Upright and in RGB, from a file or a PIL image; DataError names a file that cannot be read."""
     if isinstance(image, Image.Image):
         return rgb(image)
     try:
-        with Image.open(image) as file:
+        with _opened(image) as file:
             return rgb(file)
     except Exception as error:  # whatever a damaged file or another kind of object raises
         raise DataError(f"Cannot read the image {image} ({first_line(error)}).") from None
@@ -97,7 +98,7 @@ class Labelled:
     items: Sequence[Any]  # Path, Stored, or arrays [h, w, 3] uint8
     labels: Labels
     classes: tuple[str, ...] = ()  # names of the outputs; empty while not known
-    notes: tuple[str, ...] = ()  # what was left out on reading
+    left_out: tuple[str, ...] = ()  # files and samples, each with the reason
     task: str = tasks.DEFAULT
 
     def __len__(self) -> int:
@@ -109,10 +110,7 @@ class Labelled:
 
     def image(self, index: int) -> Image.Image:
         item = self.items[index]
-        if isinstance(item, np.ndarray):
-            return rgb(Image.fromarray(item))
-        with _opened(item) as file:
-            return rgb(file)
+        return open_image(Image.fromarray(item) if isinstance(item, np.ndarray) else item)
 
     def part(self, indices: Sequence[int]) -> Labelled:
         items, labels = (_taken(values, indices) for values in (self.items, self.labels))
@@ -124,6 +122,10 @@ class Labelled:
             raise DataError(f"{self.source} was read for the task {self.task!r}, the model has {model.task!r}.")
         task, outputs = tasks.get(self.task), model.shape.outputs
         return replace(self, labels=task.align(self.labels, self.classes, outputs, model.class_names, self.source))
+
+    def without(self, bad: Iterable[int]) -> tuple[str, ...]:
+        """What was left out on reading, and these images, which could not be read."""
+        return (*self.left_out, *(f"{self.name(i)}: cannot be read as an image" for i in sorted(bad)))
 
     def spread(self, limit: int) -> Labelled:
         """At most `limit` images, evenly spread over the set."""
@@ -139,7 +141,7 @@ def _taken(values: Any, indices: Sequence[int]) -> Any:
 
 
 def _opened(item: Any) -> Image.Image:
-    return Image.open(item if isinstance(item, Path) else item.open())
+    return Image.open(item.open() if isinstance(item, Stored) else item, formats=FORMATS)
 
 
 def splits(path: str | Path, allow_corrupt: bool = False, task: str = tasks.DEFAULT) -> dict[str, Labelled]:
@@ -210,7 +212,9 @@ def for_evaluation(path: str | Path, split: str, task: str = tasks.DEFAULT) -> L
 def _folders(path: Path) -> dict[str, Labelled]:
     """CLASS/*.jpg, or train/, val/ and test/ of that form."""
     inside = {SPLITS[name]: path / name for name in reversed(SPLITS) if (path / name).is_dir()}
-    found: dict[str, Labelled] = {s: _folder(inside[s]) for s in ("train", "val", "test") if s in inside}
+    beside = [f for f in sorted(path.iterdir()) if f not in inside.values() and not f.name.startswith(".")]
+    strays = tuple(f"{f}: beside the splits {', '.join(sorted(inside))}" for f in beside)
+    found: dict[str, Labelled] = {s: _folder(inside[s], strays) for s in ("train", "val", "test") if s in inside}
     classes = {split: set(part.classes) for split, part in found.items()}
     for split, names in classes.items():
         if odd := sorted(names ^ next(iter(classes.values()))):
@@ -218,7 +222,7 @@ def _folders(path: Path) -> dict[str, Labelled]:
     return found or {"all": _folder(path)}
 
 
-def _folder(path: Path) -> Labelled:
+def _folder(path: Path, left_out: tuple[str, ...] = ()) -> Labelled:
     classes = sorted(d.name for d in path.iterdir() if d.is_dir() and not d.name.startswith("."))
     if all(name.isdigit() for name in classes):
         classes.sort(key=int)  # 2 before 10: folders named by number are class numbers
@@ -226,17 +230,29 @@ def _folder(path: Path) -> Labelled:
         raise DataError(f"{path} has no class folders (expected {path.name}/CLASS/*.jpg).")
     items: list[Path] = []
     labels: list[str] = []
+    odd = [f for f in sorted(path.iterdir()) if f.is_file() and not f.name.startswith(".")]
+    left_out += tuple(f"{f}: beside the class folders" for f in odd)
     for name in classes:
-        files = image_files(path / name)
+        files, others = image_files(path / name)
         if not files:
-            raise DataError(f"The class folder {path / name} has no images ({', '.join(sorted(SUFFIXES))}).")
+            raise DataError(f"The class folder {path / name} has no images{instead(others)}.")
         items += files
         labels += [name] * len(files)
-    return Labelled(str(path), items, labels, tuple(classes))
+        left_out += others
+    return Labelled(str(path), items, labels, tuple(classes), left_out)
 
 
-def image_files(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+def image_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """The images below a folder, by their suffix, and its other files, each with the reason; hidden ones go unsaid."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    images = [f for f in files if f.suffix.lower() in SUFFIXES]
+    others = [f for f in files if f.suffix.lower() not in SUFFIXES and not f.name.startswith(".")]
+    return images, tuple(f"{f}: no image by its suffix" for f in others)
+
+
+def instead(others: Sequence[str]) -> str:
+    """What a folder without images has."""
+    return f", but {len(others)} other files, such as {others[0]}" if others else ""
 
 
 def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
@@ -248,7 +264,7 @@ def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
         try:
             with _opened(item) as file:
                 file.verify()
-        except UNREADABLE:
+        except Exception:  # as for open_image
             bad.append(index)
     return bad
 
@@ -273,7 +289,7 @@ class Images(Dataset[Sample]):
         label = self.labelled.labels[index]
         try:
             image = self.labelled.image(index)
-        except UNREADABLE:
+        except DataError:
             return Sample(None, label, index)
         with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
             if self.seed is not None:

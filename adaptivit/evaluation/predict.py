@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from .. import tasks
-from ..data.dataset import SUFFIXES, image_files, open_image
+from ..data.dataset import image_files, instead, open_image
 from ..errors import DataError
 from ..model import AdaptiveViT
 from ..tasks.protocol import Task
@@ -30,16 +30,18 @@ class Prediction:
     live: list[int]  # tokens that entered each block
 
 
-def find_images(paths: tuple[str, ...]) -> list[Path]:
-    """Image files, and those inside folders; what is missing is named."""
+def find_images(paths: tuple[str, ...], left_out: list[str] | None = None) -> list[Path]:
+    """Image files, and those inside folders, whose other files are added to `left_out`; what is missing is named."""
     found: list[Path] = []
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            inside = image_files(path)
+            inside, others = image_files(path)
             if not inside:
-                raise DataError(f"The folder {path} has no images ({', '.join(sorted(SUFFIXES))}).")
+                raise DataError(f"The folder {path} has no images{instead(others)}.")
             found += inside
+            if left_out is not None:
+                left_out += others
         elif path.is_file():
             found.append(path)
         else:
@@ -59,16 +61,27 @@ def predict(
     layout: str = "auto",
     batch_size: int = 32,
     device: str = "cpu",
+    unreadable: list[str] | None = None,
 ) -> list[Prediction]:
-    """Answers to image files; the first that cannot be read is named."""
+    """Answers to image files. Those that cannot be read are named in `unreadable`; without it the first is an error."""
     model.eval()
     transform, task = model.preprocessing.evaluation(), tasks.get(model.task)
     done: list[Prediction] = []
     for i in range(0, len(paths), batch_size):
-        pictures = [transform(open_image(path)) for path in paths[i : i + batch_size]]
+        read, pictures = [], []
+        for path in paths[i : i + batch_size]:
+            try:
+                pictures.append(transform(open_image(path)))
+                read.append(path)
+            except DataError as error:
+                if unreadable is None:
+                    raise
+                unreadable.append(str(error))
+        if not pictures:
+            continue
         output = model(torch.stack(pictures).to(device, next(model.parameters()).dtype), layout=layout)
         logits = output.logits.float().cpu()
-        for b, path in enumerate(paths[i : i + batch_size]):
+        for b, path in enumerate(read):
             done.append(
                 Prediction(
                     image=str(path),

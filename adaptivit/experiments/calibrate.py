@@ -24,7 +24,7 @@ from ..evaluation.predict import find_images
 from ..factory import load
 from ..model import AdaptiveViT
 from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
-from ..utils.console import bar, screen_table, show
+from ..utils.console import bar, left_out, screen_table, show
 from ..utils.csv import csv_text
 from ..utils.environment import summary
 from ..utils.hardware import device_name, device_of
@@ -53,10 +53,11 @@ def calibrate(
     source = checkpoint_at(checkpoint)
     model = load(source).float().to(device_of(device))
     images, others = _images(data), None if check is None else _images(check)
+    gone: dict[str, None] = {}  # what was left out
     with bar("calibrate") as progress:
         limit = limit or _enough(model, images, budget, batch_size, workers, progress)
         first, second = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))
-        known, unseen = (_tensors(model, part, batch_size, workers) for part in (first, second))
+        known, unseen = (_tensors(model, part, batch_size, workers, gone) for part in (first, second))
         sizes: dict[str, Any] = {"batch_size": batch_size, "latency_batch": latency_batch}
         curve = model.calibrate(known, budget, **sizes, progress=progress)
         own = [] if budget is None or budgets.parse(budget).free else [budget]
@@ -71,6 +72,7 @@ def calibrate(
     show(table(curve, rows, sum(map(len, unseen)), checkpoint))
     for line in notes(model, curve):
         print(line)
+    left_out(list(gone))
     print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
 
 
@@ -80,7 +82,7 @@ def _enough(
     """How many images the curve is to be measured on, by how much a few of them differ in cost."""
     if model.policy.traits.dial_fixes_counts or len(images) <= LEAST:
         return LEAST
-    few = _tensors(model, images.spread(FIRST), batch_size, workers)
+    few = _tensors(model, images.spread(FIRST), batch_size, workers, {})
     curve = model.calibrate(few, batch_size=batch_size, progress=progress)
     device = device_name(next(model.parameters()).device)
     own = None if budget is None else budgets.parse(budget)
@@ -99,8 +101,9 @@ def _images(source: str) -> Labelled:
     except DataError:
         if not Path(source).is_dir():
             raise
-        paths = find_images((source,))
-        return Labelled(source, paths, [0] * len(paths), ("",))
+        others: list[str] = []
+        paths = find_images((source,), others)
+        return Labelled(source, paths, [0] * len(paths), ("",), tuple(others))
     return next(found[name] for name in ("val", "train", "all", "test") if name in found)
 
 
@@ -112,13 +115,14 @@ def _halves(images: Labelled, limit: int) -> tuple[Labelled, Labelled]:
     return halves[0], halves[1]
 
 
-def _tensors(model: AdaptiveViT, part: Labelled, batch_size: int, workers: int) -> list[Tensor]:
+def _tensors(model: AdaptiveViT, part: Labelled, batch_size: int, workers: int, gone: dict[str, None]) -> list[Tensor]:
+    """The images that can be read; the others are named in `gone`."""
     source = Images(part, model.preprocessing.evaluation())
-    batches = dataset.batches(source, dataset.in_order(len(source), batch_size), workers)
-    read = [batch.images for batch in batches if len(batch.images)]
-    if not read:
+    batches = list(dataset.batches(source, dataset.in_order(len(source), batch_size), workers))
+    gone |= dict.fromkeys(part.without(i for batch in batches for i in batch.unreadable))
+    if not any(len(batch.images) for batch in batches):
         raise DataError(f"{part.source}: no image could be read.")
-    return read
+    return [batch.images for batch in batches if len(batch.images)]
 
 
 def _store(source: Path, out: str | None, curve: dict[str, Any], files: dict[str, bytes]) -> None:

@@ -84,7 +84,7 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
     run = RunDirectory(config, accelerator)
     given = (config.data, config.val_split, config.seed, config.allow_corrupt)
     train_set, val_set = dataset.for_training(*given, config.task)
-    train_set = _readable(train_set, config.allow_corrupt)
+    train_set, val_set = (_readable(part, config.allow_corrupt) for part in (train_set, val_set))
     if len(train_set) < (size := config.batch_size):
         few = f"{len(train_set)} training images are fewer than one batch of {size}"
         raise DataError(f"{config.data}: {few}; lower --batch-size.")
@@ -114,10 +114,8 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
         raise UserError("No loss has a weight > 0: give --loss.task, --loss.exits, --loss.expected or another.")
     _probe(trainer, val)
     accelerator.wait_for_everyone()  # every process has read OUT
+    run.left_out |= dict.fromkeys((*train_set.left_out, *val_set.left_out))
     run.open()
-    notes = list(dict.fromkeys((*train_set.notes, *val_set.notes)))
-    if notes:
-        run.say(f"left out: {notes[0]}" + f", and {len(notes) - 1} more" * (len(notes) > 1))
     start = run.restore(trainer) if config.resume else 0
     if start == 0 and config.gate_init:
         with trainer.whole(averaged=False) as whole:
@@ -235,6 +233,8 @@ def _loop(
             begun = time.perf_counter()
             for step, batch, missing in _epoch(trainer, images, epoch, per_epoch, max(start - epoch * per_epoch, 0)):
                 stats = StepStats(trainer.task.score) if log.wants(step) else None
+                if batch.unreadable:
+                    run.left_out |= dict.fromkeys(images.labelled.without(batch.unreadable))
                 found, _ = trainer.step(batch, step, per_epoch, missing, stats)
                 now, done = time.perf_counter(), step + 1
                 log.step(step, found, stats, config.batch_size / (now - begun), trainer)
@@ -247,6 +247,8 @@ def _loop(
                         raise KeyboardInterrupt
             if (epoch + 1) % config.run.val_epochs == 0 or epoch + 1 == config.epochs:
                 result = validate(trainer, val)
+                if result.unreadable:
+                    run.left_out |= dict.fromkeys(val.labelled.without(set(range(len(val))) - set(result.indices)))
                 log.epoch(epoch, (epoch + 1) * per_epoch, result)
             run.checkpoint(trainer, (epoch + 1) * per_epoch)
             if epoch + 1 < config.epochs and stop():
@@ -297,7 +299,10 @@ def _readable(labelled: Labelled, allow_corrupt: bool) -> Labelled:
             + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
             + ". Remove it, or pass --allow-corrupt to leave such images out."
         )
-    return labelled.part([i for i in range(len(labelled)) if i not in bad]) if bad else labelled
+    if not bad:
+        return labelled
+    good = labelled.part([i for i in range(len(labelled)) if i not in bad])
+    return replace(good, left_out=labelled.without(bad))
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:

@@ -1,6 +1,7 @@
 """A run directory: configuration, log, checkpoints, the final model; and the progress bar that shows the figures.
 
 OUT/config.json      what was asked for
+OUT/left_out.txt     files and images that were left out, where these are more than ten
 OUT/environment.json one entry a start: command, commit, versions, devices
 OUT/log.jsonl        one line every run.log_steps steps and one an epoch
 OUT/train.csv        its lines of training as a table, validation.csv those of validation, curves.png both as a picture
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
 from safetensors.torch import save
 
@@ -27,7 +29,7 @@ from ..errors import NotFiniteError, UserError, WeightsError
 from ..evaluation.evaluate import Result
 from ..utils import environment
 from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
-from ..utils.console import bars
+from ..utils.console import bars, left_out
 from ..utils.settings import flat
 from ..utils.sharded import like, whole
 from ..utils.text import json_text
@@ -47,6 +49,8 @@ class RunDirectory:
         self.config, self.path, self.main = config, Path(config.out), accelerator.is_main_process
         self.accelerator, self.drawn = accelerator, time.monotonic()
         self.console = Console(stderr=True)
+        self.named = 0
+        self.left_out: dict[str, None] = {}  # files and images that training does without
         self.writer: Any = None
         exists = (self.path / "config.json").exists()
         if config.resume:
@@ -76,6 +80,7 @@ class RunDirectory:
 
     def open(self) -> None:
         """Write the configuration and where it runs."""
+        self._name_left_out()
         if self.main:
             if not self.config.resume:
                 write_json(self.path / "config.json", {"config": flat(self.config)})
@@ -95,6 +100,13 @@ class RunDirectory:
     def say(self, line: str | None) -> None:
         if line and self.main:
             self.console.print(line, highlight=False)
+
+    def _name_left_out(self) -> None:
+        """Every process has to call it."""
+        every = list(dict.fromkeys(gather_object(list(self.left_out))))
+        if self.main and len(every) > self.named:
+            left_out(every, self.path / "left_out.txt")
+            self.named = len(every)
 
     def log(self, record: dict[str, Any]) -> None:
         if not self.main:
@@ -179,6 +191,7 @@ class RunDirectory:
 
     def finish(self, trainer: Trainer, result: Result) -> None:
         self.show(last=True)
+        self._name_left_out()
         with trainer.whole() as model:
             if self.main:
                 model.save_pretrained(self.path / "model", results={"validation": result.summary()})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -12,7 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from .atomic_io import write_text
+
 Step = Callable[..., None]  # called as work is done
+_NAMED = 10  # files
 
 
 def screen_table(
@@ -36,6 +42,20 @@ def show(*tables: Table, width: int = 120) -> None:
     console = Console(width=None if Console().is_terminal else width)
     for table in tables:
         console.print(table)
+
+
+def left_out(files: Sequence[str], place: Path | None = None) -> None:
+    """Count and name what a command left out: the first ten, and where there are more, all of them in a file."""
+    lines = [
+        f"left out: {len(files)} {'file' if len(files) == 1 else 'files'}",
+        *(f"  {line}" for line in files[:_NAMED]),
+    ]
+    if len(files) > _NAMED:
+        place = place or Path(tempfile.mkdtemp(prefix="adaptivit-")) / "left_out.txt"
+        write_text(place, "".join(f"{line}\n" for line in files))
+        lines.append(f"  and {len(files) - _NAMED} more: {place}")
+    if files:
+        print("\n".join(lines), file=sys.stderr)
 
 
 @contextmanager

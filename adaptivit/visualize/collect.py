@@ -77,7 +77,7 @@ class Seen:
     class_names: list[str] | None = None
     scores: Scores | None = None
     plans: Plans | None = None
-    unreadable: int = 0
+    left_out: list[str] = field(default_factory=list)  # files, each with the reason
     budget: str | None = None  # other than the policy's settings
     source: Any = field(default=None, repr=False)  # of the pictures themselves
 
@@ -172,7 +172,9 @@ def gather(images: Any) -> Labelled:
     if isinstance(several, Tensor):
         items = list(several)
     elif isinstance(several, Sequence) and all(isinstance(i, (str, Path)) for i in several):
-        items = find_images(tuple(map(str, several)))
+        others: list[str] = []
+        items = find_images(tuple(map(str, several)), others)
+        return Labelled("images", items, [0] * len(items), ("",), tuple(others))
     elif isinstance(several, Sequence) and all(isinstance(i, Image.Image) for i in several):
         items = [np.asarray(rgb(i)) for i in several]
     if items is None:
@@ -230,7 +232,7 @@ def look(
         class_names=known,
         scores=Scores(arrays["scores"], *_scored(trace)) if "scores" in arrays else None,
         plans=Plans(trace.facts["stages"].tolist(), *(arrays[key] for key in _PLAN)) if "plan" in arrays else None,
-        unreadable=len(given) - len(source.order),
+        left_out=list(given.without(set(range(len(given))) - set(source.order))),
         source=source,
         **{key: arrays[key] for key in fields if key in arrays},
     )

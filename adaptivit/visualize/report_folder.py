@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..model import AdaptiveViT
 from ..utils.atomic_io import write_bytes, write_text
 from ..utils.coerce import at_least
+from ..utils.console import left_out
 from ..utils.csv import csv_text
 from ..utils.environment import summary
 from ..utils.plotting import image_bytes, png_bytes
@@ -95,6 +96,7 @@ def write(data: ReportData, out: str | Path, *, command: str = "", progress: Ste
         write_text(out / "classes.csv", csv_text(data.classes))
     if data.importance is not None:
         write_text(out / "importance.csv", csv_text(_importance(data.importance)))
+    left_out(seen.left_out, out / "left_out.txt")
     write_text(out / "report.html", report_page(data, command, summary()))
     step("drawing", len(made) + 1, len(made) + 1)
     return out / "report.html"

@@ -91,7 +91,7 @@ def _summary(data: ReportData) -> list[tuple[object, str]]:
     if static is not None and static.predicted is not None:
         same = float((static.predicted == seen.predicted).mean())
         cards.append((f"{100 * same:.0f} %", "answers that are the static model's"))
-    left = f"; {_count(seen.unreadable, 'file')} could not be read" if seen.unreadable else ""
+    left = f"; {_count(len(seen.left_out), 'file')} left out" if seen.left_out else ""
     return [*cards, (f"{len(seen):,}", f"image{'' if len(seen) == 1 else 's'}{left}")]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from adaptivit.backbones.preprocessing import Preprocessing
 from adaptivit.data import dataset
@@ -18,6 +18,7 @@ from adaptivit.data.augment import training_transform
 from adaptivit.data.augment_config import AugmentConfig
 from adaptivit.data.dataset import Images
 from adaptivit.errors import DataError
+from adaptivit.utils.console import left_out
 from tests.support.commands import SMALL, refused, train
 from tests.support.data_sets import CLASSES, folder, npz, pixels, split_folder
 
@@ -226,6 +227,71 @@ def test_an_unreadable_image_becomes_no_sample(tmp_path: Path) -> None:
 def test_no_split_of_that_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no split 'val'"):
         dataset.for_evaluation(folder(tmp_path), "val")
+
+
+# -- no file vanishes -----------------------------------------------------------------------------------------------
+def test_every_kind_of_image_counts_in_folders(tmp_path: Path) -> None:
+    where = folder(tmp_path / "in", each=1)
+    picture = Image.fromarray(pixels(1)[0])
+    kinds = ["jp2", "tga", "pcx", "ico", "qoi"] + ["avif"] * features.check("avif")
+    for kind in kinds:
+        picture.save(where / "a" / f"z.{kind}")
+    found = dataset.for_evaluation(where, "auto")
+    assert {Path(p).suffix[1:] for p in found.items} == {"png", *kinds}
+    assert (dataset.verify(found), found.left_out) == ([], ())
+    assert all(found.image(i).size == dataset.open_image(p).size for i, p in enumerate(found.items))
+    assert not dataset.SUFFIXES & {".eps", ".ps", ".h5", ".mpg"}, "what Pillow does not decode by itself"
+
+
+def test_what_is_no_image_is_named(tmp_path: Path) -> None:
+    split_folder(tmp_path)
+    names = ("notes.txt", "train/list.csv", "train/a/clip.mp4", "val/b/01", "extra/c/x.png", "train/a/.hidden")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"?")
+    train_set, val = dataset.for_training(tmp_path, 0.1, 0)
+    beside = [f"{tmp_path / name}: beside the splits train, val" for name in ("extra", "notes.txt")]
+    assert train_set.left_out == (
+        *beside,
+        f"{tmp_path / 'train/list.csv'}: beside the class folders",
+        f"{tmp_path / 'train/a/clip.mp4'}: no image by its suffix",
+    )
+    assert val.left_out == (*beside, f"{tmp_path / 'val/b/01'}: no image by its suffix")
+
+
+def test_training_names_what_it_leaves_out(tmp_path: Path, capsys: Any) -> None:
+    """Files that are no images, one that is none by its header, one cut short: in training, and in validation."""
+    where = split_folder(tmp_path / "in")
+    (where / "train" / "a" / "notes.txt").write_text("no picture")
+    (where / "train" / "b" / "00.png").write_bytes(b"no picture")
+    for part in ("train", "val"):
+        cut = where / part / "c" / "01.jpg"
+        Image.fromarray(pixels(1)[0]).save(cut)
+        cut.write_bytes(cut.read_bytes()[:-300])
+    assert train(where, tmp_path / "out", "--allow-corrupt", "--policy", "static") == 0
+    first, _, last = capsys.readouterr().err.partition("left out: 2 files")
+    assert not first
+    for name in ("train/a/notes.txt: no image by", "train/b/00.png: cannot be read", "left out: 4 files"):
+        assert name in last
+    for name in ("train/c/01.jpg: cannot be read", "val/c/01.jpg: cannot be read"):
+        assert name in last.partition("left out: 4 files")[2]
+
+
+def test_many_files_are_named_in_a_file(tmp_path: Path, capsys: Any) -> None:
+    lines = [f"file {i}: no image" for i in range(12)]
+    left_out(lines, tmp_path / "left_out.txt")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [
+        "left out: 12 files",
+        *(f"  {x}" for x in lines[:10]),
+        f"  and 2 more: {tmp_path / 'left_out.txt'}",
+    ]
+    assert (tmp_path / "left_out.txt").read_text().splitlines() == lines
+    left_out(lines)
+    place = Path(capsys.readouterr().err.rpartition(": ")[2].strip())
+    assert place.read_text().splitlines() == lines
+    left_out([])
+    assert capsys.readouterr().err == ""
 
 
 # -- randomness -----------------------------------------------------------------------------------------------------

@@ -164,18 +164,41 @@ def test_compare_to_prints_the_paired_difference(tmp_path: Path, capsys: Any) ->
     assert json.loads((tmp_path / "r.json").read_text())["difference_ci95"] == pytest.approx(half)
 
 
-def test_an_unreadable_image_is_left_out_and_counted(tmp_path: Path, capsys: Any) -> None:
+def test_an_unreadable_image_is_left_out_and_named(tmp_path: Path, capsys: Any) -> None:
     where = folder(tmp_path / "in", each=2)
     (where / "b" / "01.png").write_bytes(b"no picture")
     start = ("evaluate", "--data", where, "--checkpoint", static(tmp_path / "model"))
     assert run(*start, "--json", tmp_path / "r.json") == 0
-    assert "1 images could not be read" in capsys.readouterr().out
+    assert f"left out: 1 file\n  {where / 'b' / '01.png'}: cannot be read" in capsys.readouterr().err
     row = json.loads((tmp_path / "r.json").read_text())
     assert (row["images"], row["unreadable"]) == (5, 1)
     for file in where.rglob("*.png"):
         file.write_bytes(b"no picture")
     assert run(*start) == 2
     assert "No image could be read (6 unreadable)" in capsys.readouterr().err
+
+
+def test_predict_goes_on_past_a_bad_file(tmp_path: Path, capsys: Any) -> None:
+    where = folder(tmp_path / "in", each=2)
+    (where / "b" / "01.png").write_bytes(b"no picture")
+    (where / "b" / "notes.txt").write_text("no picture")
+    start = ("predict", "--checkpoint", static(tmp_path / "model"), "--format", "jsonl", "--batch-size", 1)
+    capsys.readouterr()
+    assert run(*start, where) == 1
+    said = capsys.readouterr()
+    images = [json.loads(line)["image"] for line in said.out.splitlines()]
+    assert images == [str(p) for p in sorted(where.rglob("*.png")) if p != where / "b" / "01.png"]
+    assert f"left out: 2 files\n  Cannot read the image {where / 'b' / '01.png'} (" in said.err
+    assert f"  {where / 'b' / 'notes.txt'}: no image by its suffix" in said.err
+    assert run(*start, where / "a") == 0
+    assert "Cannot read the image" in refused(capsys, *start, where / "b" / "01.png")
+    assert "no images, but 1 other files" in refused(capsys, *start, text_folder(tmp_path / "texts"))
+
+
+def text_folder(root: Path) -> Path:
+    root.mkdir()
+    (root / "notes.txt").write_text("no picture")
+    return root
 
 
 def test_limit_split_layout_precision_and_npz(tmp_path: Path, capsys: Any) -> None:

@@ -503,12 +503,12 @@ def test_reports_refuse_what_they_cannot_show(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_unreadable_images_of_a_data_set_are_counted(tmp_path: Path) -> None:
+def test_unreadable_images_of_a_data_set_are_named(tmp_path: Path) -> None:
     root = folder(tmp_path / "d", ("0", "1"), each=3)
     (root / "0" / "00.png").write_bytes(b"no picture")
     model = made("fold")
     seen = visualize.look(model, visualize.data_set(root, model))
-    assert (seen.unreadable, len(seen)) == (1, 5)
+    assert (seen.left_out, len(seen)) == ([f"{root / '0' / '00.png'}: cannot be read as an image"], 5)
     assert (seen.pixels(0) == np.asarray(Image.open(root / "0" / "01.png"))).all()
     for f in root.rglob("*.png"):
         f.write_bytes(b"no picture")
