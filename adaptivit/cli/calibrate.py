@@ -7,25 +7,15 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ..errors import UserError
 from ..utils.coerce import at_least
 from .command import Command
 
 
 @dataclass(frozen=True)
-class CalibrateConfig:
-    """Find how a policy meets a budget, on unlabelled images, and keep the curve in the checkpoint.
+class CurveFlags:
+    """How a curve is measured."""
 
-    Example: adaptivit calibrate runs/train/model --data photos/ --budget -33%
-    """
-
-    checkpoint: Annotated[str, tyro.conf.Positional]
-    """Directory of a run of `train`, or saved by save_pretrained."""
-    data: str
-    """Images: a folder (labels are not looked at), or .npz with x, train_x, val_x or test_x."""
-    budget: str | None = None
-    """Set this budget: '0.8 GMACs', -33% or '3 ms'. Without one only the curve is measured."""
-    out: str | None = None
-    """Write a new checkpoint directory; default: add to the one that was given."""
     check: str | None = None
     """Images to check the curve on; default: every second one of --data, which the curve then does not see."""
     limit: int | None = None
@@ -48,10 +38,34 @@ class CalibrateConfig:
                 at_least(name, getattr(self, name), 1)
 
 
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Find how a policy meets a budget, on unlabelled images, and keep the curve in the checkpoint.
+
+    Example: adaptivit calibrate runs/train/model --data photos/ --budget -33%
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """Directory of a run of `train`, or saved by save_pretrained."""
+    data: str | None = None
+    """Images: a folder (labels are not looked at), or .npz with x, train_x, val_x or test_x. Not needed to set another
+    budget by the curve that the checkpoint has."""
+    budget: str | None = None
+    """Set this budget: '0.8 GMACs', -33% or '3 ms'; none: what the policy's settings cost. Without one only the curve
+    is measured."""
+    out: str | None = None
+    """Write a new checkpoint directory; default: add to the one that was given."""
+    curve: Annotated[CurveFlags, tyro.conf.arg(name="")] = CurveFlags()
+
+    def __post_init__(self) -> None:
+        if self.data is None and self.budget is None:
+            raise UserError("Expected --data IMAGES to measure the curve on, or --budget, or both.")
+
+
 def run(config: CalibrateConfig) -> None:
     from ..experiments.calibrate import calibrate
 
-    calibrate(**vars(config))
+    calibrate(**{k: v for k, v in vars(config).items() if k != "curve"}, **vars(config.curve))
 
 
 COMMAND = Command(CalibrateConfig, run)

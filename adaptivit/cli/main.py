@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 # The modules of this package that are commands, in the order of --help.
 COMMANDS = (
-    *("quickstart", "train", "compare", "recipes", "reproduce", "sweep", "evaluate", "calibrate", "predict"),
+    *("quickstart", "apply", "train", "compare", "recipes", "reproduce", "sweep", "evaluate", "calibrate", "predict"),
     *("visualize", "export", "serve", "demo", "benchmark"),
 )
-_INLINE = ("model.", "train.", "limits.")  # groups whose flags have no prefix
+_INLINE = ("model.", "train.", "limits.", "curve.")  # groups whose flags have no prefix
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

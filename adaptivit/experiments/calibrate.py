@@ -1,4 +1,4 @@
-"""Images in; the curve into the checkpoint, with a table, a CSV file and a picture of it."""
+"""What a checkpoint costs: a curve measured on images, its budget, and a policy on weights as they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 from torch import Tensor
 
@@ -19,10 +20,11 @@ from ..checkpoint.format import read_config
 from ..checkpoint.place import checkpoint_at
 from ..data import dataset
 from ..data.dataset import Images, Labelled
-from ..errors import DataError
+from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
-from ..factory import load
+from ..factory import create, load
 from ..model import AdaptiveViT
+from ..policies import spec
 from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
 from ..utils.console import bar, left_out, screen_table, show
 from ..utils.csv import csv_text
@@ -36,22 +38,91 @@ FIRST, LEAST, MOST = 64, 512, 2048  # images: to see how much they differ in cos
 
 def calibrate(
     checkpoint: str,
-    data: str,
+    data: str | None = None,
     budget: str | None = None,
     *,
     out: str | None = None,
-    check: str | None = None,
-    limit: int | None = None,
-    latency_batch: int | None = None,
-    batch_size: int = 32,
     device: str = "auto",
-    workers: int = 0,
+    **how: Any,
 ) -> None:
-    """Measure the curve, check it on other images, and write it; the flags of the command."""
+    """Measure the curve, check it on other images, and write it; without data, set a budget by the curve that is there.
+
+    The flags of the command; `how` as for `measured`."""
     if budget is not None:
         budgets.parse(budget)
     source = checkpoint_at(checkpoint)
     model = load(source).float().to(device_of(device))
+    place, rows, files = Path(out or source), list[Check](), dict[str, bytes]()
+    if data is None:
+        model.budget = budget
+    else:
+        rows, files = measured(model, data, budget, checkpoint, **how)
+    assert model.calibration is not None
+    _store(source, out, model.calibration.to_config(model.budget), files)
+    if files:
+        print(f"wrote the curve to {place / 'config.json'}, with {' and '.join(files)} beside it")
+    print(costs_now(model, place, rows))
+
+
+def apply(
+    backbone: str,
+    policy: str,
+    out: str,
+    *,
+    weights: str | None = None,
+    img_size: int | None = None,
+    budget: str | None = None,
+    data: str | None = None,
+    device: str = "auto",
+    **how: Any,
+) -> None:
+    """Write a checkpoint of a policy on weights as they are, at its budget; the flags of the command."""
+    if budget is not None:
+        budgets.parse(budget)
+    name, settings = spec.parse(policy)
+    model = create(backbone, name, weights=weights, img_size=img_size, **settings).to(device_of(device))
+    rows, files = list[Check](), dict[str, bytes]()
+    if data is not None:
+        rows, files = measured(model, data, budget, out, **how)
+    elif budget is not None:
+        rows = _without_images(model, budget, how["latency_batch"])
+    model.save_pretrained(out, **({"random_weights": True} if weights is None else {}))
+    for file, content in files.items():
+        write_bytes(Path(out) / file, content)
+    print(f"wrote {' with '.join([f'{out}: {spec.spec(name, model.policy.settings)} on {backbone}', *files])}")
+    print(costs_now(model, Path(out), rows))
+
+
+def _without_images(model: AdaptiveViT, budget: str, latency_batch: int | None) -> list[Check]:
+    """Set a budget where it fixes how many tokens stay, whatever an image shows."""
+    if not model.policy.traits.dial_fixes_counts and not budgets.parse(budget).free:
+        raise UserError(
+            f"budget: what {model.policy_name} costs depends on the images: give some as --data (labels are not looked "
+            "at), or leave --budget out."
+        )
+    shape = (1, model.backbone.in_chans, *model.backbone.image_size)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    model.calibrate(noise, budget, latency_batch=latency_batch)
+    return check_budgets(model, noise, _own(budget))
+
+
+def _own(budget: str | None) -> list[str]:
+    return [] if budget is None or budgets.parse(budget).free else [budget]
+
+
+def measured(
+    model: AdaptiveViT,
+    data: str,
+    budget: str | None,
+    name: str,
+    *,
+    check: str | None = None,
+    limit: int | None = None,
+    latency_batch: int | None = None,
+    batch_size: int = 32,
+    workers: int = 0,
+) -> tuple[list[Check], dict[str, bytes]]:
+    """Measure the model's curve and set its budget; the budgets checked on other images, and files that tell of it."""
     images, others = _images(data), None if check is None else _images(check)
     gone: dict[str, None] = {}  # what was left out
     with bar("calibrate") as progress:
@@ -60,20 +131,36 @@ def calibrate(
         known, unseen = (_tensors(model, part, batch_size, workers, gone) for part in (first, second))
         sizes: dict[str, Any] = {"batch_size": batch_size, "latency_batch": latency_batch}
         curve = model.calibrate(known, budget, **sizes, progress=progress)
-        own = [] if budget is None or budgets.parse(budget).free else [budget]
-        asked = list(dict.fromkeys([*own, *curve.tenths()]))
+        asked = list(dict.fromkeys([*_own(budget), *curve.tenths()]))
         rows = check_budgets(model, unseen, asked, batch_size, progress)
-    files = {
-        "calibration.csv": as_csv(curve, rows, model, data, check or "").encode(),
-        "calibration.png": picture(curve, rows, model),
-    }
-    place = Path(out or source)
-    _store(source, out, curve.to_config(model.budget), files)
-    show(table(curve, rows, sum(map(len, unseen)), checkpoint))
+    show(table(curve, rows, sum(map(len, unseen)), name))
     for line in notes(model, curve):
         print(line)
     left_out(list(gone))
-    print(f"wrote the curve to {place / 'config.json'}, with calibration.csv and calibration.png beside it")
+    content = as_csv(curve, rows, model, data, check or "").encode()
+    return rows, {"calibration.csv": content, "calibration.png": picture(curve, rows, model)}
+
+
+def costs_now(model: AdaptiveViT, place: Path, rows: Sequence[Check]) -> str:
+    """The last line: what a checkpoint costs from now on, whether that is the goal, and what to do."""
+    curve, again = model.calibration, f"adaptivit calibrate {place}"
+    if model.budget is None or curve is None:
+        cost = "" if curve is None else f", {_cost_of(curve.settings.macs, curve)}"
+        return f"{place} costs what its settings say{cost}; to change that: {again} --data IMAGES --budget -33%"
+    device = next(model.parameters()).device
+    wanted = curve.wanted(budgets.parse(model.budget), device_name(device))
+    position = model.budget_state.position(device)
+    found = [row.point.macs for row in rows if row.budget == model.budget]
+    macs = (found or [p.macs for p in curve.points if p.position == position] or [wanted])[0]
+    error = macs / wanted - 1
+    missed = error > budgets.GOAL or (curve.continuous and error < -budgets.GOAL)
+    end = f"missed by {100 * error:+.1f} %: calibrate on more images" if missed else "reached"
+    cost = _cost_of(macs, curve)
+    return f"{place} costs {cost} from now on, goal {model.budget} {end}; to undo it: {again} --budget none"
+
+
+def _cost_of(macs: float, curve: Calibration) -> str:
+    return f"{budgets.gmacs(macs)} ({signed_percent(macs / curve.static - 1)})"
 
 
 def _enough(
@@ -85,9 +172,9 @@ def _enough(
     few = _tensors(model, images.spread(FIRST), batch_size, workers, {})
     curve = model.calibrate(few, batch_size=batch_size, progress=progress)
     device = device_name(next(model.parameters()).device)
-    own = None if budget is None else budgets.parse(budget)
-    if own is not None and own.ms is None and not own.free:
-        goals = [curve.wanted(own, device)]
+    own = _own(budget)
+    if own and budgets.parse(own[0]).ms is None:
+        goals = [curve.wanted(budgets.parse(own[0]), device)]
     else:
         goals = [curve.wanted(budgets.parse(tenth), device) for tenth in curve.tenths()]
     needed = max((curve.needed(macs) or LEAST for macs in goals), default=LEAST)

@@ -46,7 +46,7 @@ def settings_of(cls: type, group: str = "") -> Iterator[tuple[str, Any, str]]:
     kinds = typing.get_type_hints(cls)
     for name, default, meaning in describe(cls):
         if dataclasses.is_dataclass(kinds[name]):
-            inside = "" if name in ("model", "train", "limits") else f"{name}."
+            inside = "" if name in ("model", "train", "limits", "curve") else f"{name}."
             yield from settings_of(kinds[name], inside)
         else:
             yield group + name, default, meaning

@@ -50,8 +50,8 @@ OTHER_COMMANDS = (
 )
 PLACES = ("adaptivit/", "benchmarks/", "docs/", "tests/")  # a path in code font that starts so exists
 # Commands that end within seconds on the stand-ins, and what makes a training as short.
-QUICK = ("recipes", "evaluate", "predict", "calibrate", "train", "visualize")
-SHORT = {"train": "--img-size 32 --epochs 1 --batch-size 4 --workers 0 --device cpu"}
+QUICK = ("apply", "recipes", "evaluate", "predict", "calibrate", "train", "visualize")
+SHORT = {"apply": "--img-size 64", "train": "--img-size 32 --epochs 1 --batch-size 4 --workers 0 --device cpu"}
 
 
 def fences(page: str, kind: str) -> list[str]:
