@@ -73,7 +73,7 @@ def _routes(app: FastAPI, service: Service) -> None:
     async def classify(request: Request) -> Response:
         async with service.deadline(request):
             asked = await service.asked(request)
-            images = await service.aside(service.tensors, asked.files)
-            answers = await service.run(images, asked.budgets)
+            images = await service.tensors(request, asked.files)
+            answers = await service.run(request, images, asked.budgets)
         found = [service.answered(a, asked.top_k) for a in answers]
         return JSONResponse({"model": service.name, "images": found})

@@ -4,7 +4,7 @@ Shapes: C x H x W an image, L blocks, P patches.
 
 A batch has room for a number of tokens (of the mean block). An image takes as many as recent images at its budget
 took: where 16 static images fill a batch, 32 of a model with half the tokens do, and budgets may differ within it. The
-image that has waited longest always goes, and those behind it as they fit.
+image whose turn it is always goes (`turns.py`), and those behind it as they fit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..output import Output
 from ..utils.hardware import device_name
 from .memory import Trimmer
 from .metrics import Metrics
+from .turns import Asker, next_turn
 
 _MOMENTUM = 0.9  # of the moving mean of an image's tokens
 log = logging.getLogger("adaptivit.serve")
@@ -59,9 +60,11 @@ class Job:
     image: Tensor  # [C, H, W], normalised, on the CPU
     budget: Budget | None = None  # None: the model's own
     trace: bool = False  # give `attended`
+    asker: Asker = field(default_factory=Asker)
     answer: Future[Answer] = field(default_factory=Future)
     tokens: float = 0.0  # expected in the mean block
     since: float = 0.0
+    turn: float = 0.0
 
 
 class Batcher:
@@ -75,6 +78,7 @@ class Batcher:
         images: int | None = None,
         wait: float = 0.002,
         queue: int = 256,
+        one: int | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         weight = next(model.parameters())
@@ -83,9 +87,11 @@ class Batcher:
         self.tokens = tokens or slots * (256 if self.device.type == "cuda" else 16)
         self.images = images or max(1, 4 * self.tokens // slots)
         self.wait, self.queue, self.metrics = wait, queue, metrics or Metrics()
+        self.one = queue if one is None else one  # of the queue, for one client
         self.costs = CostModel(model.whole or model.shape, slots)
         self._mean_tokens: dict[int | None, float] = {}  # in the mean block, by the budget's percentage of static
-        self._waiting: deque[Job] = deque()
+        self._waiting: list[Job] = []  # by turn
+        self._now = 0.0  # the turn of the last batch
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -103,9 +109,14 @@ class Batcher:
         with self._changed:
             if self._closing:
                 raise QueueFull("The service is shutting down.")
-            if len(self._waiting) + len(jobs) > self.queue:
-                raise QueueFull(f"The queue is full ({self.queue} images wait).")
-            self._waiting.extend(jobs)
+            self._waiting = [job for job in self._waiting if not job.answer.cancelled()]
+            own = sum(job.asker.client == jobs[0].asker.client for job in self._waiting) if jobs else 0
+            if len(self._waiting) + len(jobs) > self.queue or own + len(jobs) > self.one:
+                raise QueueFull(f"The queue is full ({self.queue} images wait, or {self.one} of one client).")
+            for job in jobs:
+                job.turn = next_turn(self._now, job.asker, 1.0, self._waiting)
+                self._waiting.append(job)
+            self._waiting.sort(key=lambda job: job.turn)
             self._changed.notify()
         return [job.answer for job in jobs]
 
@@ -181,7 +192,7 @@ class Batcher:
         with self._changed:
             if not self._waiting:
                 return []
-            until = self._waiting[0].since + self.wait
+            until = min(job.since for job in self._waiting) + self.wait
             while not self._closing and (left := until - time.monotonic()) > 0 and not self._full():
                 self._changed.wait(left)
             return self._fill()
@@ -190,18 +201,16 @@ class Batcher:
         return len(self._waiting) >= self.images or sum(job.tokens for job in self._waiting) >= self.tokens
 
     def _fill(self) -> list[Job]:
-        """The oldest image, and of the others, in their order, those that fit."""
+        """The image whose turn it is, and of the others, in their order, those that fit."""
         batch: list[Job] = []
-        left: deque[Job] = deque()
         room = float(self.tokens)
-        while self._waiting and len(batch) < self.images:
-            job = self._waiting.popleft()
-            if batch and job.tokens > room:
-                left.append(job)
-                continue
-            batch.append(job)
-            room -= job.tokens
-        self._waiting.extendleft(reversed(left))
+        for job in self._waiting:
+            if len(batch) < self.images and (not batch or job.tokens <= room) and not job.answer.cancelled():
+                batch.append(job)
+                room -= job.tokens
+                self._now = max(self._now, job.turn)
+        chosen = set(map(id, batch))
+        self._waiting = [job for job in self._waiting if id(job) not in chosen and not job.answer.cancelled()]
         return batch
 
     def _answer(self, batch: list[Job]) -> None:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refused, busy, require, response
 from .metrics import Metrics
+from .turns import Room
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OPEN = ("/healthz", "/v2/health/live", "/v2/health/ready")  # probes carry no token
@@ -40,9 +41,8 @@ class Guard:
     def __init__(
         self, app: ASGIApp, metrics: Metrics, most: int, token: str | None = None, hosts: Collection[str] = ()
     ) -> None:
-        self.app, self.metrics, self.most, self.hosts = app, metrics, most, frozenset(h.lower() for h in hosts)
+        self.app, self.metrics, self.room, self.hosts = app, metrics, Room(most), frozenset(h.lower() for h in hosts)
         self.token = None if token is None else token.encode()
-        self.under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,22 +59,22 @@ class Guard:
                 message["headers"] = [*message["headers"], *more]
             await send(message)
 
-        self.under_way += 1
+        client = (scope.get("client") or ("",))[0]
         self.metrics.add("requests_in_progress", 1)
         try:
-            self._check(scope)
-            await self.app(scope, receive, out)
+            self._check(scope, client)
+            with self.room.held(client, 1):
+                await self.app(scope, receive, out)
         except Exception as error:
             if not status:
                 await (await response(Request(scope), error))(scope, receive, out)
         finally:
-            self.under_way -= 1
             self.metrics.add("requests_in_progress", -1)
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.add("requests_total", route=route, code=status)
             self.metrics.observe("request_seconds", time.monotonic() - begun, route=route)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope, client: str) -> None:
         headers, path = {k.lower(): v for k, v in scope["headers"]}, scope["path"]
         known = not self.hosts or _host(headers.get(b"host", b"")) in self.hosts
         require(known, "This service is not called by that name; see --hosts.", 421)
@@ -85,8 +85,9 @@ class Guard:
             if not hmac.compare_digest(given.strip(), self.token) or kind.lower() != b"bearer":
                 line = "Expected 'Authorization: Bearer TOKEN' with this service's token."
                 raise Refused(401, line, {"WWW-Authenticate": "Bearer"})
-        if self.under_way > self.most:
-            raise busy(f"Too many requests at once; at most {self.most} are under way.")
+        if not self.room.fits(client, 1):
+            most, one = self.room.most, self.room.one
+            raise busy(f"Too many requests at once; at most {most} are under way, {one} of one client.")
 
 
 def _host(header: bytes) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from torch import Tensor
 
 from .. import __version__
 from .batcher import Answer
@@ -65,8 +64,10 @@ def routes(app: FastAPI, service: Service) -> None:
         require(content_type(request, "application/json") == "application/json", line, 415)
         async with service.deadline(request):
             data = await body(request, service.limits)
-            images, budget, wanted, number = await service.aside(read, service, data)
-            answers = await service.run(images, service.budgets(budget, len(images)))
+            images, budget, wanted, number = await service.aside(request, len(data), read, service, data)
+            if isinstance(images[0], bytes):
+                images = await service.tensors(request, images)
+            answers = await service.run(request, images, service.budgets(budget, len(images)))
         return JSONResponse(answered(service, answers, wanted, number))
 
 
@@ -88,8 +89,8 @@ def _image_shape(service: Service) -> list[int]:
     return [service.model.backbone.in_chans, *service.model.preprocessing.size]
 
 
-def read(service: Service, data: bytes) -> tuple[list[Tensor], Any, list[str], str | None]:
-    """(images, budget, names of the outputs wanted, id) of an inference request."""
+def read(service: Service, data: bytes) -> tuple[list[Any], Any, list[str], str | None]:
+    """(images as tensors or as files, budget, names of the outputs wanted, id) of an inference request."""
     given = read_json(data)
     inputs, number, parameters = given.get("inputs"), given.get("id"), given.get("parameters") or {}
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
@@ -112,7 +113,7 @@ def _output(given: object) -> str:
     return name
 
 
-def _images(service: Service, tensor: dict[str, Any]) -> list[Tensor]:
+def _images(service: Service, tensor: dict[str, Any]) -> list[Any]:
     name, shape, kind, data = (tensor.get(key) for key in ("name", "shape", "datatype", "data"))
     require(name == "images", f"inputs: expected the name 'images', got {shown(name)}.")
     if not isinstance(shape, list) or not shape or not all(type(n) is int and n >= 1 for n in shape):
@@ -124,7 +125,7 @@ def _images(service: Service, tensor: dict[str, Any]) -> list[Tensor]:
     if kind == "BYTES":
         whole = len(shape) == 1 and len(data) == shape[0]
         require(whole, f"images: expected BYTES of shape [B] with B strings, got {len(data)}.")
-        return service.tensors(encoded_images(data, service.limits))
+        return encoded_images(data, service.limits)
     require(kind == "FP32", f"images: expected the datatype FP32 or BYTES, got {shown(kind)}.")
     wanted = _image_shape(service)
     require(shape[1:] == wanted, f"images: expected the shape [B, {', '.join(map(str, wanted))}].")

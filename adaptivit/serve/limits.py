@@ -6,7 +6,8 @@ import base64
 import binascii
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import python_multipart  # noqa: F401  starlette reads forms by it, and would miss it only then
@@ -22,6 +23,7 @@ from .errors import Refused, kind, require, shown
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _DRAIN = 4  # limits' worth of a body that is too large are read and dropped, so that its sender gets the answer
 _FIELDS = 16  # of a form, beside its files
+_SCAN, _SCANS = b"\xff\xda", 100  # of a JPEG: each costs a pass over all pixels, whatever its length; 10 are usual
 
 
 def content_type(request: Request, default: str = "") -> str:
@@ -119,19 +121,38 @@ def _decoded(text: object, what: str) -> bytes:
         raise Refused(422, f"{what}: this is not base64.") from None
 
 
+def opened(data: bytes, what: str, limits: Limits) -> Image.Image:
+    """An image, of whose file nothing but the header is read."""
+    require(bool(data), f"{what}: the file is empty.")
+    with _reading(what, limits):
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        scans = data.count(_SCAN) if image.format == "JPEG" else 0
+        require(scans <= _SCANS, f"{what}: the JPEG has {scans} scans; at most {_SCANS} are taken.", 413)
+        return _checked(image, what, limits)
+
+
 def picture(data: bytes, what: str, limits: Limits) -> Image.Image:
     """An upright RGB image. Its size is read from its header before a pixel is decoded."""
-    require(bool(data), f"{what}: the file is empty.")
-    line = f"{what}: the image has too many pixels; at most {limits.max_pixels:g} million are taken."
+    with opened(data, what, limits) as image, _reading(what, limits):
+        return _checked(rgb(image), what, limits)
 
-    def check(image: Image.Image) -> Image.Image:
-        require(image.width * image.height <= limits.pixels, line, 413)
-        return image
 
+def _checked(image: Image.Image, what: str, limits: Limits) -> Image.Image:
+    require(image.width * image.height <= limits.pixels, _too_many_pixels(what, limits), 413)
+    return image
+
+
+def _too_many_pixels(what: str, limits: Limits) -> str:
+    return f"{what}: the image has too many pixels; at most {limits.max_pixels:g} million are taken."
+
+
+@contextmanager
+def _reading(what: str, limits: Limits) -> Iterator[None]:
+    """Errors of decoders as refusals."""
     try:
-        return check(rgb(check(Image.open(io.BytesIO(data), formats=FORMATS))))
+        yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Refused(413, line) from None
+        raise Refused(413, _too_many_pixels(what, limits)) from None
     except Refused:
         raise
     except Exception:  # decoders of damaged bytes raise anything: SyntaxError, struct.error, OSError ...

@@ -52,7 +52,7 @@ def routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/demo/examples/{number}", include_in_schema=False)
     async def example(number: int) -> Response:
-        found = await service.aside(examples, service)
+        found = examples(service)
         require(0 <= number < len(found), "There is no such example.", 404)
         return Response(found[number][1], media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
 
@@ -62,8 +62,8 @@ def routes(app: FastAPI, service: Service) -> None:
             files, fields = await form(request, service.limits)
             require(len(files) == 1, f"Expected one image, got {len(files)}.")
             (budget,) = service.budgets(fields.get("budget"), 1)
-            image = await service.aside(service.tensor, files[0], "The image")
-            return JSONResponse(await _looked(service, clock, image, budget, fields))
+            (image,) = await service.tensors(request, files)
+            return JSONResponse(await _looked(service, clock, request, image, budget, fields))
 
 
 def _file(name: str) -> Callable[[], Any]:
@@ -123,9 +123,9 @@ def _knows(service: Service) -> str:
 
 
 async def _looked(
-    service: Service, clock: Clock, image: Tensor, budget: Budget | None, wanted: Collection[str]
+    service: Service, clock: Clock, request: Request, image: Tensor, budget: Budget | None, wanted: Collection[str]
 ) -> dict[str, Any]:
-    (answer,) = await service.run([image], [budget], trace=True)
+    (answer,) = await service.run(request, [image], [budget], trace=True)
     assert answer.attended is not None
     made = service.answered(answer, min(5, service.model.shape.outputs))
     made["caption"] = service.task.caption(made)
@@ -136,7 +136,7 @@ async def _looked(
         static, own = (1e3 * min(column) / clock.copies for column in zip(*turns, strict=True))
         made |= {"ms": own, "static_ms": static, "copies": clock.copies}
     if "picture" in wanted:
-        made["picture"] = await service.aside(seen, service.model, image)
+        made["picture"] = await service.aside(request, image.numel(), seen, service.model, image)
     return made
 
 

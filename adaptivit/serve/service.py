@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,13 +15,14 @@ from ..budget.curve import Budget, parse
 from ..errors import UserError
 from ..model import AdaptiveViT
 from .batcher import Answer, Batcher, Job
-from .config import Limits
-from .errors import Refused, require, shown
-from .limits import body, content_type, encoded_images, form, picture, read_json, whole_number
+from .config import Limits, share
+from .errors import Refused, busy, require, shown
+from .limits import body, content_type, encoded_images, form, opened, picture, read_json, whole_number
 from .metrics import Metrics
+from .turns import Asker, Room, Workers
 
-_DECODERS = 2  # threads
 _WILD = 1e3  # no normalised pixel is as large
+_THREADS = 2  # that parse and decode
 T = TypeVar("T")
 
 
@@ -51,16 +51,23 @@ class Service:
         self.model, self.name, self.limits = model, name, limits or Limits()
         self.task = tasks.get(model.task)
         self.names = list(class_names or model.class_names or [])
-        self.metrics, queue = Metrics(), self.limits.max_queue
+        self.metrics = Metrics()
         self.batcher = Batcher(
-            model, tokens=batch_tokens, images=batch_images, wait=wait, queue=queue, metrics=self.metrics
+            model,
+            tokens=batch_tokens,
+            images=batch_images,
+            wait=wait,
+            queue=self.limits.max_queue,
+            one=max(share(self.limits.max_queue), self.limits.max_images),
+            metrics=self.metrics,
         )
         self._transform = model.preprocessing.evaluation()
-        self._decoders = ThreadPoolExecutor(_DECODERS, thread_name_prefix="adaptivit-decode")
+        self._workers = Workers(_THREADS, self.limits.pixels // 4)
+        self._pixels = Room(int(self.limits.max_pixels_under_way * 1e6), self.limits.request_pixels)
 
     def close(self) -> None:
         """Finish what was accepted."""
-        self._decoders.shutdown()
+        self._workers.close()
         self.batcher.close()
 
     @asynccontextmanager
@@ -75,9 +82,9 @@ class Service:
                 raise Refused(408, f"The request did not arrive within {seconds}.", {"Connection": "close"}) from None
             raise Refused(503, f"There was no answer within {seconds}; try later.", {"Retry-After": "1"}) from None
 
-    async def aside(self, function: Callable[..., T], *given: Any) -> T:
-        """Run in a thread what would block the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._decoders, function, *given)
+    async def aside(self, request: Request, cost: int, function: Callable[..., T], *given: Any) -> T:
+        """Run in a thread, at the request's turn, what would block the event loop; cost as for Workers."""
+        return await self._workers.run(Asker.of(request), cost, function, *given)
 
     # -- from bytes to images ------------------------------------------------------------------------------------
     async def asked(self, request: Request) -> Asked:
@@ -87,8 +94,9 @@ class Service:
         if kind == "multipart/form-data":
             files, fields = await form(request, self.limits)
         elif kind == "application/json":
-            fields = await self.aside(read_json, await body(request, self.limits))
-            files = await self.aside(encoded_images, fields.pop("images", None), self.limits)
+            data = await body(request, self.limits)
+            fields = await self.aside(request, len(data), read_json, data)
+            files = await self.aside(request, len(data), encoded_images, fields.pop("images", None), self.limits)
         else:
             raise Refused(415, "Expected multipart/form-data or application/json.")
         require(bool(files), "Expected at least one image in 'images'.")
@@ -119,17 +127,34 @@ class Service:
             raise Refused(422, " ".join(str(error).split())) from None
         return budget
 
-    def tensor(self, data: bytes, what: str) -> Tensor:
-        """[C, H, W] as the model reads it."""
+    async def tensors(self, request: Request, files: Sequence[bytes]) -> list[Tensor]:
+        """[C, H, W] each, as the model reads it. All headers are read before the first image is decoded."""
+        named = [(data, f"image {i}") for i, data in enumerate(files, 1)]
+        pixels = await all_of(self.aside(request, len(data), self._size, data, what) for data, what in named)
+        most = f"at most {self.limits.max_request_pixels:g} million are taken"
+        line = f"The images have too many pixels together; {most}."
+        require(sum(pixels) <= self.limits.request_pixels, line, 413)
+        client, count = Asker.of(request).client, sum(pixels)
+        if not self._pixels.fits(client, count):
+            raise busy("Too many pixels wait to be decoded.")
+        with self._pixels.held(client, count):
+            jobs = zip(pixels, named, strict=True)
+            return await all_of(self.aside(request, n, self._tensor, data, what) for n, (data, what) in jobs)
+
+    def _size(self, data: bytes, what: str) -> int:
+        with opened(data, what, self.limits) as image:
+            return image.width * image.height
+
+    def _tensor(self, data: bytes, what: str) -> Tensor:
         return self._transform(picture(data, what, self.limits))
 
-    def tensors(self, files: Sequence[bytes]) -> list[Tensor]:
-        return [self.tensor(data, f"image {i}") for i, data in enumerate(files, 1)]
-
     # -- from images to answers ----------------------------------------------------------------------------------
-    async def run(self, images: Sequence[Tensor], given: Sequence[Budget | None], trace: bool = False) -> list[Answer]:
-        jobs = [Job(image, budget, trace) for image, budget in zip(images, given, strict=True)]
-        answers = await asyncio.gather(*(asyncio.wrap_future(f) for f in self.batcher.submit(jobs)))
+    async def run(
+        self, request: Request, images: Sequence[Tensor], given: Sequence[Budget | None], trace: bool = False
+    ) -> list[Answer]:
+        asker = Asker.of(request)
+        jobs = [Job(image, budget, trace, asker) for image, budget in zip(images, given, strict=True)]
+        answers = await all_of(asyncio.wrap_future(f) for f in self.batcher.submit(jobs))
         for i, (image, answer) in enumerate(zip(images, answers, strict=True), 1):
             if not bool(answer.logits.isfinite().all()):
                 line = f"image {i}: the model's answer is not finite"
@@ -147,3 +172,13 @@ class Service:
             "mean_depth": answer.mean_depth,
             "live": answer.live,
         }
+
+
+async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
+    """All results. With the first that fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
