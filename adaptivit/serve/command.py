@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..factory import load
 from ..model import AdaptiveViT
 from .app import make_app
-from .config import TOKEN, Limits
+from .config import TOKEN
 from .connection import limited
 from .guard import LOOPBACK
 from .service import Service
@@ -54,7 +54,7 @@ def run(
     Image.MAX_IMAGE_PIXELS = service.limits.pixels  # PIL's own check, as well
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the service refuses those
     app = make_app(service, token=token, hosts=(*LOOPBACK, *hosts) if local else (), with_page=page)
-    server = uvicorn.Server(_settings(app, service.limits))
+    server = uvicorn.Server(_settings(app, service))
     address = f"http://{f'[{host}]' if ':' in host else host}:{place.getsockname()[1]}/"
     print(f"{service.name}: {service.model.policy_name} on {service.batcher.device}, answers at {address}", flush=True)
     if not local and token is None:
@@ -69,17 +69,17 @@ def run(
     print(f"stopped after {service.metrics.get('images_total'):.0f} images")
 
 
-def _settings(app: Any, limits: Limits) -> uvicorn.Config:
+def _settings(app: Any, service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=limited(limits),
+        http=limited(service.limits, service.metrics),
         ws="none",
         lifespan="on",
         access_log=False,
         log_level="warning",
         server_header=False,
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=int(limits.timeout) + 5,
+        timeout_graceful_shutdown=int(service.limits.timeout) + 5,
     )
 
 

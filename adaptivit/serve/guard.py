@@ -76,6 +76,8 @@ class Guard:
 
     def _check(self, scope: Scope, client: str) -> None:
         headers, path = {k.lower(): v for k, v in scope["headers"]}, scope["path"]
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # where one request ends, proxies differ
+            raise Refused(400, "Expected Content-Length or Transfer-Encoding, got both.", {"Connection": "close"})
         known = not self.hosts or _host(headers.get(b"host", b"")) in self.hosts
         require(known, "This service is not called by that name; see --hosts.", 421)
         if path in _OPEN:

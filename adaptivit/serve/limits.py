@@ -122,7 +122,7 @@ def _decoded(text: object, what: str) -> bytes:
 
 
 def opened(data: bytes, what: str, limits: Limits) -> Image.Image:
-    """An image, of whose file nothing but the header is read."""
+    """An image whose header alone has been read."""
     require(bool(data), f"{what}: the file is empty.")
     with _reading(what, limits):
         image = Image.open(io.BytesIO(data), formats=FORMATS)

@@ -11,7 +11,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _WINDOW = 60.0  # seconds of the rate
 
 _HELP = {
-    "requests_total": ("counter", "Answers, by route and status."),
+    "requests_total": ("counter", "Answers, by route and status; route malformed: no HTTP."),
     "images_total": ("counter", "Images answered."),
     "batches_total": ("counter", "Passes of the model."),
     "tokens_total": ("counter", "Tokens computed, summed over blocks."),

@@ -278,6 +278,52 @@ def test_a_request_that_breaks_off_leaves_nothing_behind(live: Running, client: 
     assert client.post("/v1/classify", files=files(photo())).status_code == 200
 
 
+def said(live: Running, request: bytes, *, half_close: bool = True) -> bytes:
+    """All that the service answers to these bytes."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as line:
+        line.sendall(request)
+        if half_close:
+            line.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: line.recv(65536), b""))
+
+
+def test_a_half_closed_connection_gets_its_answers(live: Running) -> None:
+    body = json.dumps({"images": [base64.b64encode(photo()).decode()]}).encode()
+    head = b"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    request = head + str(len(body)).encode() + b"\r\n\r\n" + body
+    assert said(live, request).startswith(b"HTTP/1.1 200")
+    assert said(live, request * 3).count(b"HTTP/1.1 200") == 3  # pipelined
+    assert said(live, request + b"GET /heal").count(b"HTTP/1.1") == 1  # the second is not whole
+    assert said(live, request + request[:-9]).count(b"HTTP/1.1 200") == 1
+    assert said(live, request[:-9]) == b""
+    assert said(live, b"") == b""
+    until(lambda: live.service.metrics.get("requests_in_progress") == 0)
+
+
+def test_two_lengths_of_one_body_are_refused(live: Running) -> None:
+    head = b"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    smuggled = b"0\r\n\r\nGET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    for length in (b"5", b"%d" % len(smuggled)):
+        both = b"Content-Length: " + length + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+        answer = said(live, head + both + smuggled, half_close=False)  # the service closes it
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"Expected Content-Length or Transfer-Encoding, got both." in answer
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_malformed_requests_are_counted_and_not_logged(
+    live: Running, client: httpx.Client, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = live.service.metrics.get("requests_total", route="malformed", code=400)
+    for request in (b"\x16\x03\x01\x02\0\x01\0\x01", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"):
+        assert said(live, request, half_close=False).startswith(b"HTTP/1.1 400")
+    upgrade = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    assert said(live, upgrade).startswith(b"HTTP/1.1 200")
+    assert f'adaptivit_requests_total{{code="400",route="malformed"}} {before + 3:g}' in client.get("/metrics").text
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
 def closed(line: socket.socket) -> float:
     """Seconds until the other side closes the connection."""
     begun = time.monotonic()
@@ -337,7 +383,7 @@ def test_idle_connections_are_closed(model: Any) -> None:
 
 
 def test_connections_are_counted(model: Any) -> None:
-    limits = Limits(max_connections=3)
+    limits = Limits(max_connections=4)  # three of one client
     with running(Service(model, limits=limits, wait=0.0)) as found, found.client() as client:
         assert client.get("/healthz").status_code == 200
         place = ("127.0.0.1", found.port)

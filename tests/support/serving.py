@@ -42,7 +42,7 @@ class Running:
 def running(service: Service, **given: Any) -> Iterator[Running]:
     """The service over real HTTP."""
     place = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(_settings(make_app(service, **given), service.limits))
+    server = uvicorn.Server(_settings(make_app(service, **given), service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
     thread.start()
     port = place.getsockname()[1]
