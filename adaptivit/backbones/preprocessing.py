@@ -12,6 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
+_STRIP = 32  # times as long as wide: a longer image is cropped before it is resized
+
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -54,14 +56,23 @@ class Preprocessing:
 
     def evaluation(self) -> Callable[[Image.Image], Tensor]:
         """Resize the shorter side to size / crop_pct and take the centre; an image of just the right size is
-        already cropped and left alone."""
+        already cropped and left alone, and of a very long one the middle part alone is resized."""
         fit = v2.Compose([v2.Resize(self.shorter, interpolation=self.mode), v2.CenterCrop(self.size)])
         finish = self.to_tensor()
 
         def transform(image: Image.Image) -> Tensor:
-            return finish(image if image.size == self.size[::-1] else fit(image))
+            return finish(image if image.size == self.size[::-1] else fit(self._middle(image)))
 
         return transform
+
+    def _middle(self, image: Image.Image) -> Image.Image:
+        """All of the image, or the middle of a strip, which would need gigabytes once its shorter side is resized."""
+        most = _STRIP * min(image.size) * math.ceil(max(self.size) / min(self.size))
+        if max(image.size) <= most:
+            return image
+        width, height = (side - max(side - most, 0) // 2 * 2 for side in image.size)  # keeps the centre where it is
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        return image.crop((left, top, left + width, top + height))
 
     def to_tensor(self) -> Callable[[Image.Image], Tensor]:
         """Normalised floats [3, H, W], without a resize."""

@@ -33,6 +33,7 @@ Image.init()
 # What Pillow decodes here: not its stubs, which know a file's name alone, and not EPS, for which it starts Ghostscript.
 FORMATS = tuple(name for name in Image.ID if name not in ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"))
 SUFFIXES = {s for s, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")}  # JPEG opens MPO
+SIDE = 65_535  # pixels, as in a JPEG: rows cost memory of their own, in an image of one column most of all
 SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 
@@ -141,7 +142,11 @@ def _taken(values: Any, indices: Sequence[int]) -> Any:
 
 
 def _opened(item: Any) -> Image.Image:
-    return Image.open(item.open() if isinstance(item, Stored) else item, formats=FORMATS)
+    image = Image.open(item.open() if isinstance(item, Stored) else item, formats=FORMATS)
+    if max(image.size) > SIDE:
+        image.close()
+        raise DataError(f"a side of at most {SIDE:,} pixels is taken, got {image.width} x {image.height}")
+    return image
 
 
 def splits(path: str | Path, allow_corrupt: bool = False, task: str = tasks.DEFAULT) -> dict[str, Labelled]:

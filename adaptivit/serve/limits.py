@@ -16,7 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from ..data.dataset import rgb
+from ..data.dataset import SIDE, rgb
 from .config import Limits
 from .errors import Refused, kind, require, shown
 
@@ -138,6 +138,7 @@ def picture(data: bytes, what: str, limits: Limits) -> Image.Image:
 
 
 def _checked(image: Image.Image, what: str, limits: Limits) -> Image.Image:
+    require(max(image.size) <= SIDE, f"{what}: a side of at most {SIDE:,} pixels is taken.", 413)
     require(image.width * image.height <= limits.pixels, _too_many_pixels(what, limits), 413)
     return image
 

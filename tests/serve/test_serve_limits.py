@@ -99,6 +99,8 @@ def test_an_upload_that_never_ends_is_cut_off(live: Running) -> None:
 def test_pixels_are_counted_before_they_are_decoded(size: tuple[int, int], client: httpx.Client) -> None:
     message = error(client.post("/v1/classify", files=files(photo(), png_of(*size))), 413)
     assert message == "image 2: the image has too many pixels; at most 0.02 million are taken."
+    message = error(client.post("/v1/classify", files=files(photo(), png_of(1, 70_000))), 413)
+    assert message == "image 2: a side of at most 65,535 pixels is taken."
 
 
 def test_bad_requests_are_told_in_one_line(client: httpx.Client) -> None:
