@@ -39,7 +39,6 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
     if wrong := class_name_mismatch(model):
         raise UserError(f"save_pretrained: class_names has {wrong}.")
     place = Path(directory)
-    others = _others(place)
     weights = to_bytes({k: v.cpu().clone() for k, v in tensors(model).items()})
     digest = hashlib.sha256(weights).hexdigest()
     config = {
@@ -63,7 +62,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
         raise UserError(f"config.json cannot hold what was given: {error}.") from None
     picture = None if images is None else model_card.maps(model, images)
     with new_directory(place) as new:
-        for other in others:
+        for other in _others(place):
             (shutil.copytree if other.is_dir() else shutil.copy2)(other, new / other.name)
         write_bytes(new / "model.safetensors", weights)
         write_text(new / "config.json", text)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import WeightsError
+from ..utils.atomic_io import recover
 
 
 def checkpoint_at(path: str | Path) -> Path:
     """The checkpoint directory that a path means: itself, or `model` in the directory of a training run."""
     place = Path(path)
+    for cut_off in (place, place / "model"):  # between the two moves of a save
+        if not cut_off.exists():
+            recover(cut_off)
     if place.is_file():
         raise WeightsError(f"A checkpoint is a directory with a config.json, and {path} is a file.")
     if not place.is_dir():

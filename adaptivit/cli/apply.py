@@ -46,9 +46,12 @@ class ApplyConfig:
 
 
 def run(config: ApplyConfig) -> None:
-    from ..experiments.calibrate import apply
+    from ..utils.lock import writing
 
-    apply(**{k: v for k, v in vars(config).items() if k != "curve"}, **vars(config.curve))
+    with writing(config.out):
+        from ..experiments.calibrate import apply
+
+        apply(**{k: v for k, v in vars(config).items() if k != "curve"}, **vars(config.curve))
 
 
 COMMAND = Command(ApplyConfig, run, policies=True)

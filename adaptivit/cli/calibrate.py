@@ -63,9 +63,13 @@ class CalibrateConfig:
 
 
 def run(config: CalibrateConfig) -> None:
-    from ..experiments.calibrate import calibrate
+    from ..checkpoint.place import checkpoint_at
+    from ..utils.lock import writing
 
-    calibrate(**{k: v for k, v in vars(config).items() if k != "curve"}, **vars(config.curve))
+    with writing(config.out or checkpoint_at(config.checkpoint)):
+        from ..experiments.calibrate import calibrate
+
+        calibrate(**{k: v for k, v in vars(config).items() if k != "curve"}, **vars(config.curve))
 
 
 COMMAND = Command(CalibrateConfig, run)

@@ -28,6 +28,7 @@ from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
 from ..utils.console import Step, bars, screen_table
 from ..utils.environment import summary
+from ..utils.lock import writing
 from ..utils.plotting import halting_maps, layer_curve
 from ..utils.settings import changed
 from ..visualize.html import Picture, write_report
@@ -71,7 +72,12 @@ class Row:
 
 def quickstart(out: str | Path, seed: int = 0, fast: bool = False) -> None:
     """Train both models, compare them, and write checkpoints, pictures and a report."""
-    console, begun, out = Console(), time.perf_counter(), Path(out)
+    with writing(out):
+        _quickstart(Path(out), seed, fast)
+
+
+def _quickstart(out: Path, seed: int, fast: bool) -> None:
+    console, begun = Console(), time.perf_counter()
     digits = Digits.load(few=fast)
     console.print("[bold]adaptivit quickstart[/]: handwritten digits on a noisy canvas, 64 patches a picture\n")
     changes = {"seed": seed, "epochs": 1} if fast else {"seed": seed}

@@ -1,11 +1,10 @@
-"""What experiments keep on disk, so that the same command goes on: settings, locks, rows. No torch."""
+"""What experiments keep on disk, so that the same command goes on: settings, rows. No torch."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,6 @@ from ..utils.csv import cell
 
 if TYPE_CHECKING:
     from ..evaluation.evaluate import Result
-
-try:
-    import fcntl
-except ImportError:  # not on this system
-    fcntl = None  # type: ignore[assignment]
 
 COLUMNS = (
     *("model", "method", "policy", "settings", "seed", "status", "reason"),
@@ -54,39 +48,6 @@ def same_settings(path: Path, kind: str, settings: Mapping[str, Any]) -> None:
     differ = [f"{name} (was {old.get(name)!r}, now {new.get(name)!r})" for name in names]
     if differ:
         raise UserError(f"{path.parent} holds another {kind}: {'; '.join(differ[:4])}. Pass another --out.")
-
-
-class Lock:
-    """An exclusive lock on a file, gone when its process is."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.handle = path, -1
-
-    def acquire(self, wait: bool = True) -> bool:
-        if fcntl is None:
-            raise UserError("Processes share their work by file locks, which this system does not have.")
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(handle)
-            return False
-        except BaseException:
-            os.close(handle)
-            raise
-        self.handle = handle
-        return True
-
-    def release(self) -> None:
-        os.close(self.handle)
-        self.handle = -1
-
-    def __enter__(self) -> Lock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class RowStore:

@@ -32,6 +32,7 @@ from ..execution.compiling import compiled
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
+from ..utils.lock import writing
 from . import fsdp, losses
 from .config import TrainConfig
 from .gate_init import init_gate
@@ -74,7 +75,8 @@ def fit(config: TrainConfig, show: bool = True, stop: Callable[[], bool] | None 
     accelerator = _accelerator(config)
     if restarts and (Path(config.out) / "config.json").exists():
         config = replace(config, resume=True)
-    with _peers(accelerator):
+    alone = writing(config.out) if accelerator.is_main_process else contextlib.nullcontext()
+    with _peers(accelerator), alone:
         return _fit(config, accelerator, show, stop or (lambda: False))
 
 

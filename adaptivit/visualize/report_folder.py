@@ -17,6 +17,7 @@ from ..utils.coerce import at_least
 from ..utils.console import left_out
 from ..utils.csv import csv_text
 from ..utils.environment import summary
+from ..utils.lock import writing
 from ..utils.plotting import image_bytes, png_bytes
 from . import charts, pictures
 from .collect import Seen, look
@@ -51,20 +52,25 @@ def report(
     Returns the path of report.html.
     """
     _check(model, static, shown, tokens, batch_size)
-    step = progress or (lambda what, done, total: None)
-    common: dict[str, Any] = {"labels": labels, "batch_size": batch_size}
-    seen = look(model, images, class_names=class_names, name=name, progress=partial(step, "looking"), **common)
-    other = None
-    if static is not None:
-        other = look(static, images, progress=partial(step, "looking (static)"), **common)
-    count = min(shown, len(seen))
-    chosen = [i * len(seen) // count if seen.labels is not None else i for i in range(count)]
-    important = None
-    if tokens and seen.scores is not None and seen.predicted is not None:
-        shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": partial(step, "leaving one out")}
-        important = leave_one_out(model, seen, tokens=tokens, images=chosen, **shared)
-    rows = by_class(seen, other) if seen.labels is not None and len(np.unique(seen.labels)) > 1 else []
-    return write(ReportData(seen, chosen, other, rows, important), out, command=command, progress=step)
+    with writing(out):
+        step = progress or (lambda what, done, total: None)
+        common: dict[str, Any] = {"labels": labels, "batch_size": batch_size}
+        seen = look(model, images, class_names=class_names, name=name, progress=partial(step, "looking"), **common)
+        other = None
+        if static is not None:
+            other = look(static, images, progress=partial(step, "looking (static)"), **common)
+        count = min(shown, len(seen))
+        chosen = [i * len(seen) // count if seen.labels is not None else i for i in range(count)]
+        important = None
+        if tokens and seen.scores is not None and seen.predicted is not None:
+            shared: dict[str, Any] = {
+                "seed": seed,
+                "batch_size": batch_size,
+                "progress": partial(step, "leaving one out"),
+            }
+            important = leave_one_out(model, seen, tokens=tokens, images=chosen, **shared)
+        rows = by_class(seen, other) if seen.labels is not None and len(np.unique(seen.labels)) > 1 else []
+        return write(ReportData(seen, chosen, other, rows, important), out, command=command, progress=step)
 
 
 def _check(model: AdaptiveViT, static: AdaptiveViT | None, shown: int, tokens: int, batch_size: int) -> None:

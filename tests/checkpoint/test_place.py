@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,34 @@ def test_a_run_that_has_not_ended(trained: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(WeightsError, match="has not ended, so it has no model yet: go on with --resume"):
         adaptivit.load(trained)
     assert "has not ended" in refused(capsys, "evaluate", "--data", "x", "--checkpoint", trained)
+
+
+CUT_OFF = """
+import os, sys
+from pathlib import Path
+from adaptivit.utils.atomic_io import new_directory
+replace = os.replace
+def move(source, target):
+    if Path(target).name == "model":
+        os.kill(os.getpid(), 9)
+    replace(source, target)
+os.replace = move
+with new_directory(sys.argv[1]) as place:
+    (place / "half").touch()
+"""
+
+
+def test_a_save_that_was_cut_off_between_its_two_moves_is_recovered(tmp_path: Path) -> None:
+    """As the process is killed that has put the old directory aside; both names of a run lead to it."""
+    for name in ("run", "run/model"):
+        static(tmp_path / "run/model")
+        subprocess.run([sys.executable, "-c", CUT_OFF, str(tmp_path / "run/model")], check=False)
+        assert not (tmp_path / "run/model").exists()
+        adaptivit.load(tmp_path / name)
+        assert [p.name for p in (tmp_path / "run").iterdir()] == ["model"]
+    static(tmp_path / "run/model")
+    (tmp_path / "run/model/notes.txt").write_text("mine")
+    subprocess.run([sys.executable, "-c", CUT_OFF, str(tmp_path / "run/model")], check=False)
+    static(tmp_path / "run/model")  # the next save recovers it, too, and keeps what lay beside
+    assert (tmp_path / "run/model/notes.txt").read_text() == "mine"
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["model"]

@@ -134,7 +134,7 @@ def test_killed_at_any_move_of_a_file(whole: Any, tmp_path: Path, capsys: Any, n
     if (name, time) not in (("checkpoint", 1), ("environment.json", 1)):  # the first checkpoint had been finished
         assert "resumed after step" in capsys.readouterr().err, "a finished checkpoint was lost"
     leftovers = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
-    assert len(leftovers) <= 2, f"remains of the killed run: {leftovers}"
+    assert not leftovers, f"remains of the killed run: {leftovers}"
 
 
 def test_interrupted_by_hand_and_resumed(whole: Any, tmp_path: Path, capsys: Any) -> None:

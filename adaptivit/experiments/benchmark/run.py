@@ -32,6 +32,7 @@ from ...utils.console import bar, show
 from ...utils.csv import append_csv, cell
 from ...utils.environment import commit, versions
 from ...utils.hardware import device_of, processor
+from ...utils.lock import writing
 from .charts import bars, speed_against_macs
 from .config import BenchmarkConfig
 from .contenders import BEST, OWN, TIMM, Contender, Entry, Setting, checkpoint_for, entries, traces_for
@@ -44,6 +45,11 @@ ROUNDED = 3e-2  # in 16 bits
 
 def run(config: BenchmarkConfig) -> list[Row]:
     """Measure every configuration and fill OUT; returns the rows of this run, failed ones too."""
+    with writing(config.out):
+        return _run(config)
+
+
+def _run(config: BenchmarkConfig) -> list[Row]:
     device = device_of(config.device)
     path = Path(config.out) / "benchmark.csv"
     read(path)

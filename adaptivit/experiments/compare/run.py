@@ -27,6 +27,7 @@ from ...utils.atomic_io import write_bytes, write_text
 from ...utils.console import bar, show
 from ...utils.csv import csv_text
 from ...utils.hardware import device_name, device_of
+from ...utils.lock import writing
 from ...utils.settings import changed
 from ...visualize.pareto import pareto
 from ..job import Job
@@ -75,6 +76,11 @@ def run(config: CompareConfig) -> list[Row]:
     """Fill OUT; returns all of its rows, failed ones too."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("compare runs in one process; start it without torchrun.")
+    with writing(config.out):
+        return _run(config)
+
+
+def _run(config: CompareConfig) -> list[Row]:
     device_of(config.device)
     out, jobs, console = Path(config.out), plan(config), Console(stderr=True)
     report_images(jobs[0])  # raises what is wrong with the data before anything runs

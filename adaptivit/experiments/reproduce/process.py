@@ -9,6 +9,7 @@ while it trains, it writes a checkpoint first.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -18,10 +19,11 @@ from pathlib import Path
 
 from ...training.config import TrainConfig, with_settings
 from ...utils.atomic_io import write_json
+from ...utils.lock import writing
 from ...utils.settings import flat
 from ..job import Job
 from ..measure import measure
-from ..store import Lock, Row, as_row
+from ..store import Row, as_row
 
 STOPPED = 75  # exit code of a job that was asked to stop and can go on
 
@@ -60,10 +62,8 @@ def main(path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which asks this one to stop
     threading.Thread(target=_with_parent, daemon=True).start()
     job = read(path)
-    place = Path(job.training.out)
-    place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with Lock(place.with_name(f".{place.name}.lock")):  # another table may be at this run, and may have finished it
+        with writing(job.training.out, wait=math.inf):  # another table may be at this run, and may have finished it
             row = job.rows.finished(job.key) or run(job, stop.is_set)
     except KeyboardInterrupt:
         raise SystemExit(STOPPED) from None

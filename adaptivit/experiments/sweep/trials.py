@@ -21,8 +21,9 @@ from typing import Any
 from ...errors import UserError
 from ...utils.atomic_io import write_json
 from ...utils.environment import versions
+from ...utils.lock import Lock
 from ...utils.settings import flat
-from ..store import Lock, same_settings
+from ..store import same_settings
 from .config import FREE, TRIALS, SweepConfig
 from .space import Axis, Params, points, total
 
