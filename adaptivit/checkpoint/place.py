@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ..errors import WeightsError
@@ -31,3 +32,13 @@ def checkpoint_at(path: str | Path) -> Path:
         hint = f" Did you mean {inside[0]}?" if len(inside) == 1 else ""
         raise WeightsError(f"Not a checkpoint of adaptivit: {path} has no config.json.{hint}")
     return place
+
+
+def has_random_weights(weights: str | None) -> bool:
+    """True without weights, and for a checkpoint that `adaptivit apply` wrote without any."""
+    if weights is None or not Path(weights).is_dir():
+        return weights is None
+    try:
+        return json.loads((checkpoint_at(weights) / "config.json").read_text()).get("random_weights") is True
+    except (OSError, ValueError, AttributeError):  # the reader has the message
+        return False

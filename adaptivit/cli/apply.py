@@ -11,7 +11,7 @@ import tyro
 from ..errors import UserError
 from ..utils.coerce import check_size
 from .calibrate import CurveFlags
-from .command import Command
+from .command import Command, say_random
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class ApplyConfig:
 def run(config: ApplyConfig) -> None:
     from ..utils.lock import writing
 
+    say_random(config.backbone, config.weights)
     with writing(config.out):
         from ..experiments.calibrate import apply
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 from ..experiments.benchmark.config import BenchmarkConfig
-from .command import Command
+from .command import Command, say_random
 
 
 def run(config: BenchmarkConfig) -> None:
+    say_random(" ".join(config.backbones), config.weights)
     from ..experiments.benchmark.run import run as benchmark
 
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.place import has_random_weights
 from ..errors import UserError
 from ..utils.coerce import check_size
 
@@ -50,9 +52,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_size(self.img_size)
 
-    def build(self) -> AdaptiveViT:
-        """The model, at its budget."""
-        from ..factory import create, load
+    def build(self, random: bool | None = None) -> AdaptiveViT:
+        """The model, at its budget; `random` as for `say_random`."""
         from ..policies import spec
 
         if (self.checkpoint is None) == (self.backbone is None):
@@ -60,10 +61,13 @@ class ModelConfig:
         if self.checkpoint is not None:
             if self.weights is not None or self.img_size is not None or self.policy != "static":
                 raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
-            model = load(self.checkpoint, allow_nonfinite=self.allow_nonfinite).float()
+            model = loaded(self.checkpoint, random, self.allow_nonfinite)
         else:
-            policy, values = spec.parse(self.policy)
             assert self.backbone is not None
+            policy, values = spec.parse(self.policy)
+            say_random(self.backbone, self.weights, random)
+            from ..factory import create
+
             given: Any = {"weights": self.weights, "img_size": self.img_size, "allow_nonfinite": self.allow_nonfinite}
             model = create(self.backbone, policy, **given, **values)
         if self.budget is not None:
@@ -71,6 +75,24 @@ class ModelConfig:
         if self.max_macs is not None:
             model.max_macs = self.max_macs
         return model
+
+
+def loaded(checkpoint: str, random: bool | None = None, allow_nonfinite: bool = False) -> AdaptiveViT:
+    """A checkpoint in float32; `random` as for `say_random`."""
+    say_random("", checkpoint, random)
+    from ..factory import load
+
+    return load(checkpoint, allow_nonfinite=allow_nonfinite).float()
+
+
+def say_random(backbone: str, weights: str | None, allowed: bool | None = None) -> None:
+    """A line on stderr where weights are random, before anything else; refused where `allowed` is False."""
+    if not has_random_weights(weights):
+        return
+    line = f"{weights or f'{backbone} without --weights'} has random weights: its answers mean nothing"
+    if allowed is False:
+        raise UserError(f"{line}. Give trained ones, or pass --random-weights for a test.")
+    print(f"note: {line}", file=sys.stderr)
 
 
 def names_of(path: str | None, model: AdaptiveViT) -> list[str] | None:

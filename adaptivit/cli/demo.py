@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from .command import Command, names_of
+from .command import Command, loaded, names_of
 from .serve import Listening, service_of
 
 
@@ -26,12 +26,11 @@ class DemoConfig(Listening):
 
 
 def run(config: DemoConfig) -> None:
-    from ..factory import load
     from ..utils.hardware import device_of
 
     serve = service_of()
     with serve.loading(config.host, config.port):
-        model = serve.demo_model() if config.checkpoint is None else load(config.checkpoint).float()
+        model = serve.demo_model() if config.checkpoint is None else loaded(config.checkpoint)
     service = serve.Service(model.to(device_of(config.device)), class_names=names_of(config.class_names, model))
     serve.run(service, config.host, config.port, token=serve.read_token(None), opened=config.open)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from ..utils.coerce import at_least
-from .command import Command, ModelConfig
+from .command import Command, ModelConfig, loaded
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ def run(config: EvaluateConfig) -> None:
     from ..data import dataset
     from ..evaluation import report
     from ..evaluation.evaluate import paired_difference
-    from ..factory import load
     from ..utils.atomic_io import write_json
     from ..utils.console import left_out, show
     from ..utils.csv import append_csv
@@ -61,7 +61,8 @@ def run(config: EvaluateConfig) -> None:
     from ..utils.text import signed_percent
 
     model, device = config.model.build(), device_of(config.device)
-    other = load(config.compare_to).float() if config.compare_to else None
+    other = loaded(config.compare_to) if config.compare_to else None
+    exact = copy.deepcopy(model) if config.precision == "bf16" else None
     labelled = dataset.for_evaluation(config.data, config.split, model.task)
     if config.limit is not None:
         labelled = labelled.spread(config.limit)
@@ -70,8 +71,8 @@ def run(config: EvaluateConfig) -> None:
     given: dict[str, Any] = {k: getattr(config, k) for k in ("precision", "layout", "batch_size", "workers")}
     result = report.measure(model, labelled, device, **given)
     row = report.row(config.model.checkpoint or config.model.backbone or "", model, result, device, config.precision)
-    if config.precision == "bf16":
-        row["flipped_decisions"] = report.flipped(model, config.model.build(), labelled, device)
+    if exact is not None:
+        row["flipped_decisions"] = report.flipped(model, exact, labelled, device)
     show(report.table(row, result), width=110)
     if config.split == "auto" and not {"test", "val"} & set(dataset.read(config.data)):
         print(f"note: {config.data} has neither test nor val; if the model was trained on it, these figures flatter")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..utils.coerce import positive
-from .command import Command
+from .command import Command, loaded
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class ExportConfig:
     tolerance: float = 1e-3
     """Largest difference of a logit, relative to the largest logit where that is above 1."""
 
+    random_weights: bool = False
+    """Export though the weights are random, for a test."""
+
     def __post_init__(self) -> None:
         positive("tolerance", self.tolerance)
 
@@ -42,9 +45,8 @@ def run(config: ExportConfig) -> None:
     from ..checkpoint.export import export
     from ..checkpoint.model_card import pictures_for
     from ..evaluation.predict import find_images
-    from ..factory import load
 
-    model = load(config.checkpoint).float()
+    model = loaded(config.checkpoint, config.random_weights)
     images = pictures_for(model, find_images(config.images)[:64]) if config.images else None
     kind, tolerance = config.kind, config.tolerance
     with Console(stderr=True).status("tracing the model, then comparing; a minute or two"):

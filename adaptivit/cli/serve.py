@@ -46,6 +46,8 @@ class ServeConfig(ModelConfig, Listening):
     """On a loopback address: further names that the Host header may have (a proxy's)."""
     token_file: str | None = None
     """File with a bearer token that requests must carry; or set ADAPTIVIT_TOKEN. Default: none is asked for."""
+    random_weights: bool = False
+    """Serve though the weights are random, for a test."""
     page: bool = True
     """Serve the demo page at /."""
 
@@ -74,7 +76,7 @@ def run(config: ServeConfig) -> None:
     serve = service_of()
     token = serve.read_token(config.token_file)
     with serve.loading(config.host, config.port):
-        model = config.build()
+        model = config.build(config.random_weights)
     service = serve.Service(
         model.to(device_of(config.device)),
         limits=config.limits,

@@ -13,7 +13,7 @@ import tyro
 
 from ..errors import UserError
 from ..utils.coerce import at_least
-from .command import Command, ModelConfig, names_of
+from .command import Command, ModelConfig, loaded, names_of
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
@@ -99,10 +99,10 @@ def run(config: VisualizeConfig) -> None:
 
 
 def _static_model(path: str, model: AdaptiveViT) -> AdaptiveViT:
-    from ..factory import create, load
+    from ..factory import create
 
     if not Path(path).is_file():
-        return load(path).float()
+        return loaded(path)
     if model.backbone_name is None:
         raise UserError(
             f"static: {path} is a weights file, and the backbone has no timm name; give a checkpoint directory."

@@ -17,7 +17,7 @@ from ..budget.measure import Check
 from ..budget.measure import Progress as Progressing
 from ..budget.measure import check as check_budgets
 from ..checkpoint.format import read_config
-from ..checkpoint.place import checkpoint_at
+from ..checkpoint.place import checkpoint_at, has_random_weights
 from ..data import dataset
 from ..data.dataset import Images, Labelled
 from ..errors import DataError, UserError
@@ -86,7 +86,7 @@ def apply(
         rows, files = measured(model, data, budget, out, **how)
     elif budget is not None:
         rows = _without_images(model, budget, how["latency_batch"])
-    model.save_pretrained(out, **({"random_weights": True} if weights is None else {}))
+    model.save_pretrained(out, **({"random_weights": True} if has_random_weights(weights) else {}))
     for file, content in files.items():
         write_bytes(Path(out) / file, content)
     print(f"wrote {' with '.join([f'{out}: {spec.spec(name, model.policy.settings)} on {backbone}', *files])}")
