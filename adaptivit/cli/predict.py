@@ -24,7 +24,7 @@ class PredictConfig:
     model: Annotated[ModelConfig, tyro.conf.arg(name="")] = ModelConfig()
     top_k: int = 3
     """Classes to show for each image."""
-    format: Literal["table", "jsonl", "csv"] = "table"
+    format: Literal["table", "json", "jsonl", "csv"] = "table"
     """How to print."""
     out: str | None = None
     """Write there instead of printing."""
@@ -50,7 +50,7 @@ def run(config: PredictConfig) -> None:
     from ..utils.hardware import device_of
 
     if config.out and config.format == "table":
-        raise UserError("--out writes jsonl or csv: add --format jsonl or --format csv.")
+        raise UserError("--out writes json, jsonl or csv: add --format jsonl, for example.")
     others: list[str] = []
     bad: list[str] = []
     paths = predict.find_images(config.images, others)
@@ -63,7 +63,11 @@ def run(config: PredictConfig) -> None:
     if config.format == "table":
         show(predict.as_table(found, task))
     else:
-        text = predict.as_jsonl(found, task) if config.format == "jsonl" else predict.as_csv(found, task)
+        text = {
+            "json": lambda: predict.as_json(found, config.model.checkpoint or config.model.backbone or ""),
+            "jsonl": lambda: predict.as_jsonl(found),
+            "csv": lambda: predict.as_csv(found, task),
+        }[config.format]()
         if config.out is None:
             print(text, end="", flush=True)
         else:

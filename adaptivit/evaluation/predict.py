@@ -16,6 +16,7 @@ from ..model import AdaptiveViT
 from ..tasks.protocol import Task
 from ..utils.csv import csv_text
 from ..utils.text import json_text
+from .record import document, record
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class Prediction:
     static_gmacs: float
     mean_depth: float
     live: list[int]  # tokens that entered each block
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        costs = (self.gmacs, self.static_gmacs, self.mean_depth, self.live)
+        return {"image": self.image, **record(self.answer, *costs)}
 
 
 def find_images(paths: tuple[str, ...], left_out: list[str] | None = None) -> list[Path]:
@@ -95,13 +102,14 @@ def predict(
     return done
 
 
-def as_jsonl(predictions: list[Prediction], task: Task) -> str:
-    """One JSON object a line."""
-    lines = []
-    for p in predictions:
-        values = dict(vars(p))
-        lines.append(json_text({"image": values.pop("image"), **task.record(values.pop("answer")), **values}) + "\n")
-    return "".join(lines)
+def as_json(predictions: list[Prediction], model: str) -> str:
+    """One document, as the service returns it, with the names of the images."""
+    return json_text(document(model, [p.record for p in predictions])) + "\n"
+
+
+def as_jsonl(predictions: list[Prediction]) -> str:
+    """One image a line."""
+    return "".join(json_text(p.record) + "\n" for p in predictions)
 
 
 def as_csv(predictions: list[Prediction], task: Task) -> str:

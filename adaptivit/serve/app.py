@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from .. import __version__
+from ..evaluation.record import document
 from . import kserve, page
 from .batcher import QueueFull
 from .errors import Refused, require, response
@@ -76,4 +77,4 @@ def _routes(app: FastAPI, service: Service) -> None:
             images = await service.tensors(request, asked.files)
             answers = await service.run(request, images, asked.budgets)
         found = [service.answered(a, asked.top_k) for a in answers]
-        return JSONResponse({"model": service.name, "images": found})
+        return JSONResponse(document(service.name, found))

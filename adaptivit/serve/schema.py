@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..evaluation.record import schema
 from ..tasks.protocol import Task
 
 
 def _array(items: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, **more}
-
-
-def _number(description: str) -> dict[str, Any]:
-    return {"type": "number", "description": description}
 
 
 def _object(*required: str, **properties: Any) -> dict[str, Any]:
@@ -53,13 +50,6 @@ INFER = _body(
     )
 )
 
-_COSTS = {
-    "gmacs": _number("Billions of multiply-accumulates of this image"),
-    "static_gmacs": _number("The same in the static model"),
-    "saved": _number("1 - gmacs / static_gmacs"),
-    "mean_depth": _number("Blocks that computed a patch, mean over the patches"),
-    "live": _array({"type": "integer"}, description="Tokens that entered each block"),
-}
 _ERROR = _object("error", error=_STRING | {"description": "One line: what was expected, what came"})
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": meaning, **_content(json=_ERROR)}
@@ -78,7 +68,4 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def answers(task: Task) -> dict[int | str, dict[str, Any]]:
     """The responses of the route that answers images: the task's answer and the costs of each."""
-    image = dict(task.schema) | _COSTS
-    images = _array(_object(*image, **image), description="In the order of the request")
-    found = _object("model", "images", model=_STRING, images=images)
-    return ERRORS | {200: {"description": f"The {task.noun} and the cost of each image", **_content(json=found)}}
+    return ERRORS | {200: {"description": f"The {task.noun} and the cost of each image", **_content(json=schema(task))}}

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import tasks
 from ..budget.curve import Budget, parse
 from ..errors import UserError
+from ..evaluation.record import record
 from ..model import AdaptiveViT
 from .batcher import Answer, Batcher, Job
 from .config import Limits, share
@@ -164,14 +165,8 @@ class Service:
 
     def answered(self, answer: Answer, top_k: int) -> dict[str, Any]:
         """An answer as JSON."""
-        return {
-            **self.task.answer(answer.logits, self.names, top_k),
-            "gmacs": answer.macs / 1e9,
-            "static_gmacs": answer.static_macs / 1e9,
-            "saved": 1 - answer.macs / answer.static_macs,
-            "mean_depth": answer.mean_depth,
-            "live": answer.live,
-        }
+        said = self.task.answer(answer.logits, self.names, top_k)
+        return record(said, answer.macs / 1e9, answer.static_macs / 1e9, answer.mean_depth, answer.live)
 
 
 async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:

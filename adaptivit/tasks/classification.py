@@ -134,10 +134,6 @@ class Classification(Task):
     def caption(self, answer: Mapping[str, Any]) -> str:
         return "\n".join(f"{100 * c['probability']:5.1f} %  {c['name']}" for c in answer["classes"])
 
-    def record(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        found = answer["classes"]
-        return {"classes": [c["name"] for c in found], "probabilities": [c["probability"] for c in found]}
-
     def columns(self, answer: Mapping[str, Any]) -> dict[str, str]:
         columns: dict[str, str] = {}
         for rank, found in enumerate(answer["classes"], start=1):

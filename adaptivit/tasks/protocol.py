@@ -111,19 +111,15 @@ class Task(ABC):
     # -- answers ---------------------------------------------------------------------------------------------------
     @abstractmethod
     def answer(self, logits: Tensor, names: Sequence[str] | None, top_k: int = 3) -> dict[str, Any]:
-        """One image's prediction as JSON, from its outputs [K]: what serve returns."""
+        """One image's prediction as JSON, from its outputs [K]: what predict writes and serve returns."""
 
     @abstractmethod
     def caption(self, answer: Mapping[str, Any]) -> str:
         """That answer as a few words, for a table or under a picture."""
 
-    def record(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """That answer as a JSON line of predict."""
-        return dict(answer)
-
     def columns(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """That answer as columns of a CSV file."""
-        return {name: str(value) for name, value in self.record(answer).items()}
+        return {name: str(value) for name, value in answer.items()}
 
     def shown(self, logits: Tensor) -> Shown | None:
         """Predicted classes of a batch [B, K]; None where predictions are no classes."""

@@ -115,8 +115,9 @@ def test_predict_prints_what_the_model_says(tmp_path: Path, capsys: Any) -> None
         with Image.open(record["image"]) as file, torch.no_grad():
             out = model(transform(file.convert("RGB"))[None])
         order = out.logits[0].softmax(0).sort(descending=True)
-        assert record["classes"] == [model.class_names[i] for i in order.indices]
-        assert record["probabilities"] == pytest.approx(order.values.tolist(), rel=1e-4)
+        assert [c["name"] for c in record["classes"]] == [model.class_names[i] for i in order.indices]
+        assert [c["class"] for c in record["classes"]] == order.indices.tolist()
+        assert [c["probability"] for c in record["classes"]] == pytest.approx(order.values.tolist(), rel=1e-4)
         assert record["gmacs"] == pytest.approx(float(out.macs_deployed) / 1e9)
         assert record["mean_depth"] == pytest.approx(float(out.trace.mean_depth))
     assert run(*start) == 0
@@ -126,11 +127,14 @@ def test_predict_prints_what_the_model_says(tmp_path: Path, capsys: Any) -> None
     assert capsys.readouterr().out == ""
     with (tmp_path / "p.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(r["image"], r["class_1"]) for r in rows] == [(f["image"], f["classes"][0]) for f in found]
+    assert [(r["image"], r["class_1"]) for r in rows] == [(f["image"], f["classes"][0]["name"]) for f in found]
     assert "class_2" not in rows[0]
     (tmp_path / "names.txt").write_text("x\ny\nz\n")
     assert run(*start, "--format", "jsonl", "--top-k", 99, "--class-names", tmp_path / "names.txt") == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[0])["classes"]) == {"x", "y", "z"}
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert {c["name"] for c in first["classes"]} == {"x", "y", "z"}
+    assert run(*start, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out) == {"model": str(tmp_path / "model"), "images": found}
 
 
 def test_predict_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
@@ -140,7 +144,8 @@ def test_predict_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     bad.write_bytes(good.read_bytes()[:300])
     (tmp_path / "empty").mkdir()
     assert str(tmp_path / "none.png") in refused(capsys, "predict", good, tmp_path / "none.png", *model)
-    assert str(bad) in refused(capsys, "predict", good, bad, *model)
+    assert run("predict", good, bad, *model) == 1  # the rest is answered
+    assert str(bad) in capsys.readouterr().err
     assert "has no images" in refused(capsys, "predict", tmp_path / "empty", *model)
     assert "none.txt" in refused(capsys, "predict", good, *model, "--class-names", tmp_path / "none.txt")
     out = tmp_path / "p.csv"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import re
 import threading
 import time
@@ -21,7 +22,7 @@ from PIL import Image
 
 import adaptivit
 from adaptivit.budget.curve import parse
-from adaptivit.evaluation.predict import predict
+from adaptivit.evaluation.predict import as_json, predict
 from adaptivit.serve import Batcher, Job, Service, memory
 from adaptivit.serve.batcher import QueueFull
 from tests.support.models import pictures, tiny
@@ -73,6 +74,26 @@ def test_answers_are_those_of_predict(model: Any, client: httpx.Client, tmp_path
             assert found["gmacs"] == pytest.approx(one.gmacs)
             assert found["live"] == one.live
             assert found["saved"] == pytest.approx(1 - one.gmacs / one.static_gmacs)
+
+
+def kinds(value: Any) -> Any:
+    """The names and types of a JSON value."""
+    if isinstance(value, dict):
+        return {key: kinds(v) for key, v in value.items()}
+    return [kinds(v) for v in value[:1]] if isinstance(value, list) else type(value)
+
+
+def test_predict_writes_what_the_service_returns(model: Any, client: httpx.Client, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(photo())
+    said = json.loads(as_json(predict(model, [tmp_path / "a.png"]), "adaptivit"))
+    assert said["images"][0].pop("image") == str(tmp_path / "a.png")
+    answer = client.post("/v1/classify", files=files(photo())).json()
+    assert kinds(said) == kinds(answer)
+    for name in ("gmacs", "static_gmacs", "saved", "mean_depth", "live"):
+        assert said["images"][0][name] == answer["images"][0][name]
+    described = client.get("/openapi.json").json()["paths"]["/v1/classify"]["post"]["responses"]["200"]
+    one = described["content"]["application/json"]["schema"]["properties"]["images"]["items"]
+    assert set(one["properties"]) == set(one["required"]) == set(said["images"][0])
 
 
 def test_budgets_one_for_all_and_one_an_image(model: Any, client: httpx.Client) -> None:
