@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from ..budget.curve import GOAL
 from ..training.config import TrainConfig
+from ..utils.text import signed_percent
 from .command import Command
+
+if TYPE_CHECKING:
+    from ..evaluation.evaluate import Result
 
 
 def run(config: TrainConfig) -> None:
@@ -19,8 +25,20 @@ def run(config: TrainConfig) -> None:
 
     result = fit(config)
     if PartialState().is_main_process:
-        place = Path(config.out) / "model"
-        print(f"saved {place}: {result.text} at {result.gmacs:.4f} GMACs on validation")
+        print(last_line(config, result))
+
+
+def last_line(config: TrainConfig, result: Result) -> str:
+    """What was saved, the goal of its cost, whether it was reached, and what to do."""
+    place, share = Path(config.out) / "model", result.gmacs / result.gmacs_static
+    line = f"saved {place}: {result.text} at {result.gmacs:.4f} GMACs ({signed_percent(share - 1)}) on validation"
+    if not config.loss.cost:
+        return f"{line}; training had no goal for the cost"
+    goal = f"{100 * (config.loss.cost_target - 1):g}%"
+    if abs(share / config.loss.cost_target - 1) <= GOAL:
+        return f"{line}; goal {goal} reached"
+    set_it = shlex.join(["adaptivit", "calibrate", str(place), "--data", config.data, "--budget", goal])
+    return f"{line}; goal {goal} missed: train longer (--epochs), or set it now: {set_it}"
 
 
 def of_recipe(name: str) -> TrainConfig:
