@@ -18,7 +18,7 @@ from ..model import AdaptiveViT
 from .batcher import Answer, Batcher, Job
 from .config import Limits, share
 from .errors import Refused, busy, require, shown
-from .limits import body, content_type, encoded_images, form, opened, picture, read_json, whole_number
+from .limits import body, content_type, encoded_images, form, picture, pixels_of, read_json, whole_number
 from .metrics import Metrics
 from .turns import Asker, Room, Workers
 
@@ -131,7 +131,9 @@ class Service:
     async def tensors(self, request: Request, files: Sequence[bytes]) -> list[Tensor]:
         """[C, H, W] each, as the model reads it. All headers are read before the first image is decoded."""
         named = [(data, f"image {i}") for i, data in enumerate(files, 1)]
-        pixels = await all_of(self.aside(request, len(data), self._size, data, what) for data, what in named)
+        pixels = await all_of(
+            self.aside(request, len(data), pixels_of, data, what, self.limits) for data, what in named
+        )
         most = f"at most {self.limits.max_request_pixels:g} million are taken"
         line = f"The images have too many pixels together; {most}."
         require(sum(pixels) <= self.limits.request_pixels, line, 413)
@@ -140,14 +142,10 @@ class Service:
             raise busy("Too many pixels wait to be decoded.")
         with self._pixels.held(client, count):
             jobs = zip(pixels, named, strict=True)
-            return await all_of(self.aside(request, n, self._tensor, data, what) for n, (data, what) in jobs)
+            return await all_of(self.aside(request, n, self._tensor, *one) for n, one in jobs)
 
-    def _size(self, data: bytes, what: str) -> int:
-        with opened(data, what, self.limits) as image:
-            return image.width * image.height
-
-    def _tensor(self, data: bytes, what: str) -> Tensor:
-        return self._transform(picture(data, what, self.limits))
+    def _tensor(self, data: bytes, what: str, limits: Limits) -> Tensor:
+        return self._transform(picture(data, what, limits))
 
     # -- from images to answers ----------------------------------------------------------------------------------
     async def run(

@@ -96,10 +96,10 @@ def test_decoding_ends_with_its_time_out(model: Any, monkeypatch: pytest.MonkeyP
     service = Service(model, limits=Limits(timeout=0.5), wait=0.0)
     decode, begun = service._tensor, []
 
-    def slowly(data: bytes, what: str) -> Any:
-        begun.append(what)
+    def slowly(data: bytes, *more: Any) -> Any:
+        begun.append(data)
         time.sleep(0.2)
-        return decode(data, what)
+        return decode(data, *more)
 
     monkeypatch.setattr(service, "_tensor", slowly)
     with running(service, with_page=False) as found, found.client() as client:
@@ -135,13 +135,16 @@ def test_pixels_of_a_request_and_of_all_are_limited(model: Any) -> None:
         assert client.post("/v1/classify", files=files(shot)).status_code == 200
 
 
-def test_a_jpeg_of_many_scans_is_refused(model: Any) -> None:
+def test_scans_of_a_jpeg_count_as_pixels(model: Any) -> None:
     out = io.BytesIO()
     Image.open(io.BytesIO(photo())).save(out, "JPEG", progressive=True)
-    with running(Service(model, wait=0.0), with_page=False) as found, found.client() as client:
-        assert client.post("/v1/classify", files=files(out.getvalue())).status_code == 200
-        many = out.getvalue()[:-2] + b"\xff\xda" * 200
-        assert "scans; at most 100" in error(client.post("/v1/classify", files=files(many)), 413)
+    jpeg = out.getvalue()
+    last = jpeg.rindex(b"\xff\xda")
+    service = Service(model, limits=Limits(max_pixels=0.01, max_request_pixels=0.01), wait=0.0)
+    with running(service, with_page=False) as found, found.client() as client:
+        for times, status in ((0, 200), (80, 200), (100, 413)):  # 32 x 32 pixels, once for ten scans
+            many = jpeg[:-2] + jpeg[last:-2] * times + jpeg[-2:]
+            assert client.post("/v1/classify", files=files(many)).status_code == status
 
 
 @pytest.fixture
