@@ -130,10 +130,8 @@ class Service:
 
     async def tensors(self, request: Request, files: Sequence[bytes]) -> list[Tensor]:
         """[C, H, W] each, as the model reads it. All headers are read before the first image is decoded."""
-        named = [(data, f"image {i}") for i, data in enumerate(files, 1)]
-        pixels = await all_of(
-            self.aside(request, len(data), pixels_of, data, what, self.limits) for data, what in named
-        )
+        named = [(data, f"image {i}", self.limits) for i, data in enumerate(files, 1)]
+        pixels = await all_of(self.aside(request, len(one[0]), pixels_of, *one) for one in named)
         most = f"at most {self.limits.max_request_pixels:g} million are taken"
         line = f"The images have too many pixels together; {most}."
         require(sum(pixels) <= self.limits.request_pixels, line, 413)
