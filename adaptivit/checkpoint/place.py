@@ -21,7 +21,7 @@ def checkpoint_at(path: str | Path) -> Path:
         raise WeightsError(
             f"No such directory, so no config.json: {path}. Names on the Hugging Face Hub load by from_pretrained."
         )
-    if (place / "model.safetensors").is_file():
+    if all((place / name).is_file() for name in ("config.json", "model.safetensors")):
         return place
     if (place / "model" / "config.json").is_file():
         return place / "model"
