@@ -40,16 +40,18 @@ class ExportConfig:
 
 
 def run(config: ExportConfig) -> None:
-    from rich.console import Console
-
-    from ..checkpoint.export import export
+    from ..checkpoint.export import choose, export
     from ..checkpoint.model_card import pictures_for
     from ..evaluation.predict import find_images
+    from ..utils.console import announce, bar, count
 
     model = loaded(config.checkpoint, config.random_weights)
     images = pictures_for(model, find_images(config.images)[:64]) if config.images else None
-    kind, tolerance = config.kind, config.tolerance
-    with Console(stderr=True).status("tracing the model, then comparing; a minute or two"):
+    kind, tolerance = choose(model, config.kind), config.tolerance
+    compared = count(len(images), "image") if images is not None else "two photos and noise"
+    announce(f"export {model.policy_name}", f"traced to {config.format}, {kind}, then compared on {compared}", "cpu")
+    with bar("a minute or two") as progress:
+        progress(0)
         done = export(model, config.out, format=config.format, kind=kind, images=images, tolerance=tolerance)
     print(
         f"wrote {done.path}: {config.format}, {done.kind}, {done.size / 1e6:.1f} MB; on {done.images} images the "

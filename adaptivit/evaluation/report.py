@@ -13,8 +13,9 @@ from ..data.dataset import Labelled
 from ..data.gpu_pipeline import evaluation_images
 from ..model import AdaptiveViT
 from ..policies import spec
-from ..utils.console import bar
+from ..utils.console import announce, bar, count
 from ..utils.environment import summary
+from ..utils.hardware import device_name
 from ..utils.text import signed_percent
 from .evaluate import Result, evaluate, flipped_decisions
 
@@ -34,6 +35,9 @@ def measure(
     model = model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     images = evaluation_images(labelled.for_model(model), model.preprocessing, device)
     batches = dataset.batches(images, dataset.in_order(len(images), batch_size), workers)
+    classes = f" of {count(len(labelled.classes), 'class')}" if labelled.classes else ""
+    order = count(-(-len(images) // batch_size), "batch")
+    announce(f"{what} {model.policy_name}", count(len(images), "image") + classes, order, device_name(device))
     metric = next(iter(tasks.get(model.task).metrics.values()))
     with bar(what, len(images)) as progress:
         return evaluate(
@@ -41,7 +45,7 @@ def measure(
             batches,
             layout=layout,
             device=device,
-            progress=lambda done, score: progress(done, note=f"{metric.title} {metric.text(score)}"),
+            progress=lambda done, score: progress(done, figures=[f"{metric.title} {metric.text(score)}"]),
         )
 
 

@@ -26,7 +26,7 @@ from ..factory import create, load
 from ..model import AdaptiveViT
 from ..policies import spec
 from ..utils.atomic_io import new_directory, write_bytes, write_json, write_text
-from ..utils.console import bar, left_out, screen_table, show
+from ..utils.console import announce, bar, count, left_out, screen_table, show
 from ..utils.csv import csv_text
 from ..utils.environment import summary
 from ..utils.hardware import device_name, device_of
@@ -125,6 +125,8 @@ def measured(
     """Measure the model's curve and set its budget; the budgets checked on other images, and files that tell of it."""
     images, others = _images(data), None if check is None else _images(check)
     gone: dict[str, None] = {}  # what was left out
+    where = device_name(next(model.parameters()).device)
+    announce(f"calibrate {model.policy_name}", f"{count(len(images), 'image')} of {data}", where)
     with bar("calibrate") as progress:
         limit = limit or _enough(model, images, budget, batch_size, workers, progress)
         first, second = _halves(images, limit) if others is None else (images.spread(limit), others.spread(limit))

@@ -28,6 +28,7 @@ from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
 from ..utils.console import Step, bars, screen_table
 from ..utils.environment import summary
+from ..utils.hardware import device_name
 from ..utils.lock import writing
 from ..utils.plotting import halting_maps, layer_curve
 from ..utils.settings import changed
@@ -138,6 +139,11 @@ def _train(
         model, build_objective(recipe), adamw(model, recipe), recipe, Accelerator(cpu=True), model, teacher
     )
     per_epoch = len(digits.train_x) // recipe.batch_size
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    facts = (
+        f"{len(digits.train_x):,} images of 10 classes, {per_epoch} steps an epoch, {device_name(torch.device('cpu'))}"
+    )
+    print(f"train {name}: {facts}, trained: {weights / 1e6:.2g} M weights", flush=True)
     seen: list[float] = []
     step, total = 0, recipe.epochs * per_epoch
     for epoch in range(recipe.epochs):
@@ -148,10 +154,13 @@ def _train(
             if step % 8 and step < total:
                 continue
             recent = sum(seen[-per_epoch:]) / len(seen[-per_epoch:])
-            figures = f"loss {float(losses.total.detach()):.2f}  acc {100 * recent:4.1f} %"
-            figures += f"  depth {float(output.trace.mean_depth.mean()):.1f}"
-            figures += f"  {float(output.macs_deployed.mean()) / 1e6:.1f} MMACs"
-            progress(f"training {name}", step, total, figures)
+            figures = [
+                f"loss {float(losses.total.detach()):.2f}",
+                f"acc {100 * recent:4.1f} %",
+                f"{float(output.macs_deployed.mean()) / 1e6:.1f} MMACs",
+                f"depth {float(output.trace.mean_depth.mean()):.1f}",
+            ]
+            progress(name, step, total, figures)
     return model.eval()
 
 
@@ -164,7 +173,7 @@ def _measure(static: AdaptiveViT, adaptive: AdaptiveViT, test: list[Any], progre
     }
     results = {name: evaluate(model, test, layout=layout) for name, (model, layout) in contenders.items()}
     images = test[0].images
-    note = f"{len(images)} images a batch"
+    note = [f"{len(images)} images a batch"]
     times = interleaved(contenders, images, repeats, progress=lambda n: progress("timing", n, repeats, note))
     return [Row(name, results[name], times[name]) for name in contenders]
 

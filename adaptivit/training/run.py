@@ -32,6 +32,8 @@ from ..execution.compiling import compiled
 from ..factory import create
 from ..model import AdaptiveViT
 from ..policies import spec
+from ..utils.console import announce, count
+from ..utils.hardware import device_name
 from ..utils.lock import writing
 from . import fsdp, losses
 from .config import TrainConfig
@@ -116,6 +118,8 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
         raise UserError("No loss has a weight > 0: give --loss.task, --loss.exits, --loss.expected or another.")
     _probe(trainer, val)
     accelerator.wait_for_everyone()  # every process has read OUT
+    if show and accelerator.is_main_process:
+        announce(f"train {model.policy_name} on {config.backbone}", *_facts(trainer, images, val))
     run.left_out |= dict.fromkeys((*train_set.left_out, *val_set.left_out))
     run.open()
     start = run.restore(trainer) if config.resume else 0
@@ -127,6 +131,20 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
         if trainer.average is not None:
             trainer.average = Average(model, config.optim.ema)
     return _loop(trainer, run, images, val, start, show, stop)
+
+
+def _facts(trainer: Trainer, images: Source, val: Source) -> Iterator[str]:
+    """What the first line says."""
+    config, model, device = trainer.config, trainer.model, trainer.accelerator.device
+    steps, classes = len(images) // config.batch_size, len(images.labelled.classes)
+    yield count(len(images), "image") + (f" of {count(classes, 'class')}" if classes else "")
+    yield f"{len(val):,} for validation"
+    yield f"{count(steps, 'step')} an epoch, {steps * config.epochs:,} in all"
+    processes = trainer.accelerator.num_processes
+    yield device_name(device) + (f" in {processes} processes" if processes > 1 else "")
+    own, every = (sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (model.policy, model))
+    frozen = f" (the backbone from epoch {config.optim.freeze_epochs:g} on)" if config.optim.freeze_epochs else ""
+    yield f"trained: {every / 1e6:.3g} M weights, {own:,} of them the policy's{frozen}"
 
 
 def _divisible(config: TrainConfig, processes: int) -> None:

@@ -233,12 +233,15 @@ class StepLog:
         }
         self.run.log({"kind": "train", "step": step + 1, **figures})
         task, metric = trainer.task, next(iter(trainer.task.metrics.values()))
-        terms = " ".join(f"{name} {float(value):.3f}" for name, value in losses.terms.items())
-        note = (
-            f"{terms} | {task.score} {metric.text(figures[task.score])} | depth {figures['mean_depth']:.2f} | "
-            f"{figures['gmacs']:.3f} GMACs | {self.speed:.0f} img/s"
-        )
-        self.progress("train", self.done, self.total, note)
+        shown = [
+            f"loss {figures['loss']:.3g}",
+            f"{task.score} {metric.text(figures[task.score])}",
+            f"{figures['gmacs']:.3g} GMACs",
+            f"depth {figures['mean_depth']:.2f}",
+            f"{self.speed:.0f} img/s",
+            *(f"{name} {float(value):.3f}" for name, value in losses.terms.items()),
+        ]
+        self.progress("train", self.done, self.total, shown)
 
     def epoch(self, epoch: int, step: int, result: Result) -> None:
         self.run.log({"kind": "validation", "step": step, "epoch": epoch + 1, **result.summary()})

@@ -24,7 +24,7 @@ from ...errors import UserError, reason_of
 from ...execution.timing import interleaved
 from ...training.methods import parse_method, slug
 from ...utils.atomic_io import write_bytes, write_text
-from ...utils.console import bar, show
+from ...utils.console import announce, bar, count, show
 from ...utils.csv import csv_text
 from ...utils.hardware import device_name, device_of
 from ...utils.lock import writing
@@ -83,10 +83,13 @@ def run(config: CompareConfig) -> list[Row]:
 def _run(config: CompareConfig) -> list[Row]:
     device_of(config.device)
     out, jobs, console = Path(config.out), plan(config), Console(stderr=True)
-    report_images(jobs[0])  # raises what is wrong with the data before anything runs
+    judged = report_images(jobs[0])  # raises what is wrong with the data before anything runs
     if not (out / "compare.json").exists() and ((out / "results.csv").exists() or (out / "config.json").exists()):
         raise UserError(f"{out} holds something else than a comparison: pass another --out.")
     same_settings(out / "compare.json", "comparison", config.fixed())
+    size = f"{count(len({job.name for job in jobs}), 'method')}, {count(len(set(config.seeds)), 'seed')}"
+    where = device_name(device_of(config.device))
+    announce("compare", size, f"{count(len(judged), 'image')} to judge by", where)
     store = jobs[0].rows
     for number, job in enumerate(jobs, start=1):
         head = f"[{number}/{len(jobs)}] {job.name}, seed {job.seed}"
