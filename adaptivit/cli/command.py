@@ -52,20 +52,25 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_size(self.img_size)
 
-    def build(self, random: bool | None = None) -> AdaptiveViT:
-        """The model, at its budget; `random` as for `say_random`."""
-        from ..policies import spec
-
+    def verify(self) -> None:
+        """Refuse flags that do not go together."""
         if (self.checkpoint is None) == (self.backbone is None):
             raise UserError("Expected either --checkpoint DIR or --backbone NAME (with --weights FILE and --policy).")
+        others = self.weights is not None or self.img_size is not None or self.policy != "static"
+        if self.checkpoint is not None and others:
+            raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
+
+    def build(self) -> AdaptiveViT:
+        """The model, at its budget."""
+        from ..policies import spec
+
+        self.verify()
         if self.checkpoint is not None:
-            if self.weights is not None or self.img_size is not None or self.policy != "static":
-                raise UserError("--checkpoint brings its own policy, weights and image size; leave those flags out.")
-            model = loaded(self.checkpoint, random, self.allow_nonfinite)
+            model = loaded(self.checkpoint, self.allow_nonfinite)
         else:
             assert self.backbone is not None
             policy, values = spec.parse(self.policy)
-            say_random(self.backbone, self.weights, random)
+            say_random(self.backbone, self.weights)
             from ..factory import create
 
             given: Any = {"weights": self.weights, "img_size": self.img_size, "allow_nonfinite": self.allow_nonfinite}
@@ -77,20 +82,20 @@ class ModelConfig:
         return model
 
 
-def loaded(checkpoint: str, random: bool | None = None, allow_nonfinite: bool = False) -> AdaptiveViT:
-    """A checkpoint in float32; `random` as for `say_random`."""
-    say_random("", checkpoint, random)
+def loaded(checkpoint: str, allow_nonfinite: bool = False) -> AdaptiveViT:
+    """A checkpoint in float32."""
+    say_random("", checkpoint)
     from ..factory import load
 
     return load(checkpoint, allow_nonfinite=allow_nonfinite).float()
 
 
-def say_random(backbone: str, weights: str | None, allowed: bool | None = None) -> None:
-    """A line on stderr where weights are random, before anything else; refused where `allowed` is False."""
+def say_random(backbone: str | None, weights: str | None, refused: bool = False) -> None:
+    """A line on stderr where weights are random, before anything else; or an error."""
     if not has_random_weights(weights):
         return
     line = f"{weights or f'{backbone} without --weights'} has random weights: its answers mean nothing"
-    if allowed is False:
+    if refused:
         raise UserError(f"{line}. Give trained ones, or pass --random-weights for a test.")
     print(f"note: {line}", file=sys.stderr)
 

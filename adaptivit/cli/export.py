@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..utils.coerce import positive
-from .command import Command, loaded
+from .command import Command, loaded, say_random
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class ExportConfig:
     def __post_init__(self) -> None:
         positive("tolerance", self.tolerance)
 
+    def verify(self) -> None:
+        if not self.random_weights:
+            say_random(None, self.checkpoint, refused=True)
+
 
 def run(config: ExportConfig) -> None:
     from ..checkpoint.export import choose, export
@@ -45,7 +49,7 @@ def run(config: ExportConfig) -> None:
     from ..evaluation.predict import find_images
     from ..utils.console import announce, bar, count
 
-    model = loaded(config.checkpoint, config.random_weights)
+    model = loaded(config.checkpoint)
     images = pictures_for(model, find_images(config.images)[:64]) if config.images else None
     kind, tolerance = choose(model, config.kind), config.tolerance
     compared = count(len(images), "image") if images is not None else "two photos and noise"

@@ -64,7 +64,11 @@ def _run(given: list[str]) -> None:
     if "-h" in rest or "--help" in rest:
         _help(name, command, rest)
     else:
-        command.run(_parse(name, command, rest))
+        from .checks import check
+
+        config = _parse(name, command, rest)
+        check(config)
+        command.run(config)
 
 
 def _imported(given: list[str]) -> list[str]:

@@ -40,6 +40,10 @@ class PredictConfig:
     def __post_init__(self) -> None:
         at_least("top_k", self.top_k, 1)
         at_least("batch_size", self.batch_size, 1)
+        if not self.images:
+            raise DataError("Expected at least one image file or folder.")
+        if self.out and self.format == "table":
+            raise UserError("--out writes json, jsonl or csv: add --format jsonl, for example.")
 
 
 def run(config: PredictConfig) -> None:
@@ -49,8 +53,6 @@ def run(config: PredictConfig) -> None:
     from ..utils.console import left_out, show
     from ..utils.hardware import device_of
 
-    if config.out and config.format == "table":
-        raise UserError("--out writes json, jsonl or csv: add --format jsonl, for example.")
     others: list[str] = []
     bad: list[str] = []
     paths = predict.find_images(config.images, others)

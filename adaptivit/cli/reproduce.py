@@ -23,6 +23,7 @@ def run(config: ReproduceConfig) -> None:
         dry_run(config)
         return
     begun = time.monotonic()  # importing torch is a part of --minutes
+    plan(config)  # what is missing is an error before that
     from ..experiments.reproduce.run import execute
 
     before = signal.signal(signal.SIGTERM, _interrupted)

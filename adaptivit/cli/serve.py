@@ -10,7 +10,7 @@ import tyro
 from ..errors import UserError
 from ..serve.config import Limits
 from ..utils.coerce import at_least, require
-from .command import Command, ModelConfig, names_of
+from .command import Command, ModelConfig, names_of, say_random
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class ServeConfig(ModelConfig, Listening):
         good = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
         require(good, "name", "letters, digits, '.', '_' and '-'", self.name)
 
+    def verify(self) -> None:
+        super().verify()
+        if not self.random_weights:
+            say_random(self.backbone, self.checkpoint or self.weights, refused=True)
+
 
 def run(config: ServeConfig) -> None:
     from ..utils.hardware import device_of
@@ -76,7 +81,7 @@ def run(config: ServeConfig) -> None:
     serve = service_of()
     token = serve.read_token(config.token_file)
     with serve.loading(config.host, config.port):
-        model = config.build(config.random_weights)
+        model = config.build()
     service = serve.Service(
         model.to(device_of(config.device)),
         limits=config.limits,

@@ -194,10 +194,11 @@ def test_an_interrupted_comparison_goes_on(
 
 def test_when_everything_fails_the_command_says_so(tmp_path: Path, small: Path, capsys: Any) -> None:
     words = ("compare", "--data", small, "--out", tmp_path / "out", *TINY, "--epochs", 0, "--methods", "avit")
-    assert run(*words, "--weights", tmp_path / "none.safetensors") == 2
+    (tmp_path / "odd.safetensors").write_text("no weights")
+    assert run(*words, "--weights", tmp_path / "odd.safetensors") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "Every method failed" in line
-    assert "not found" in line
+    assert "unreadable" in line
     assert {row["status"] for row in rows_of(tmp_path / "out").values()} == {"failed"}
     assert "pareto.png" not in files_of(tmp_path / "out")
     assert "not found" in refused(capsys, "compare", "--data", tmp_path / "nowhere", "--methods", "avit")

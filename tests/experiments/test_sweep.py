@@ -232,7 +232,7 @@ def test_without_optuna_the_extra_is_named(tmp_path: Path, fake: Any, monkeypatc
 
 
 def test_a_recipe_is_the_base_of_a_sweep(tmp_path: Path, fake: list[TrainConfig]) -> None:
-    words = ("--recipe", "avit-tiny", "--data", "photos", "--out", tmp_path, "--epochs", 3, "--trials", 1)
+    words = ("--recipe", "avit-tiny", "--data", tmp_path, "--out", tmp_path, "--epochs", 3, "--trials", 1)
     assert run("sweep", *words, "--space", LR) == 0
     assert fake[0].loss.prior == get("avit-tiny").loss.prior > 0
     assert (fake[0].epochs, fake[0].policy, fake[0].optim.lr) == (3, get("avit-tiny").policy, 1e-4)
