@@ -19,7 +19,7 @@ from . import kserve, page
 from .batcher import QueueFull
 from .errors import Refused, require, response
 from .guard import Guard
-from .schema import IMAGES, answers
+from .schema import ANYWHERE, IMAGES, answers, errors
 from .service import Service
 
 
@@ -42,6 +42,7 @@ def make_app(
         description="A Vision Transformer that spends work where the image needs it.",
         docs_url=None,  # those pages fetch scripts from elsewhere
         redoc_url=None,
+        responses=ANYWHERE,
         lifespan=lifespan,
     )
     for kind in (Refused, QueueFull, HTTPException, RequestValidationError, Exception):
@@ -54,7 +55,7 @@ def make_app(
 
 
 def _routes(app: FastAPI, service: Service) -> None:
-    @app.get("/healthz", summary="Whether the service can answer", tags=["health"])
+    @app.get("/healthz", summary="Whether the service can answer", responses=errors(503), tags=["health"])
     async def healthz() -> dict[str, Any]:
         require(service.batcher.alive, "The model's thread has ended.", 503)
         return {"status": "ok", "model": service.name}

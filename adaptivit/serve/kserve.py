@@ -20,7 +20,7 @@ from .. import __version__
 from .batcher import Answer
 from .errors import Refused, require, shown
 from .limits import body, content_type, encoded_images, read_json, too_many_images
-from .schema import ERRORS, INFER
+from .schema import ERRORS, INFER, errors
 from .service import Service
 
 _OUTPUTS: dict[str, tuple[str, Callable[[Answer], Any]]] = {
@@ -38,7 +38,7 @@ def routes(app: FastAPI, service: Service) -> None:
     async def live() -> dict[str, bool]:
         return {"live": True}
 
-    @app.get("/v2/health/ready", tags=["health"])
+    @app.get("/v2/health/ready", responses=errors(503), tags=["health"])
     async def all_ready() -> dict[str, bool]:
         require(service.batcher.alive, "The model's thread has ended.", 503)
         return {"ready": True}
@@ -47,12 +47,12 @@ def routes(app: FastAPI, service: Service) -> None:
     async def server() -> dict[str, Any]:
         return {"name": "adaptivit", "version": __version__, "extensions": []}
 
-    @app.get("/v2/models/{name}", tags=["V2"])
+    @app.get("/v2/models/{name}", responses=errors(404, 422), tags=["V2"])
     async def model(name: str) -> dict[str, Any]:
         known(name)
         return metadata(service)
 
-    @app.get("/v2/models/{name}/ready", tags=["V2"])
+    @app.get("/v2/models/{name}/ready", responses=errors(404, 422), tags=["V2"])
     async def model_ready(name: str) -> dict[str, Any]:
         known(name)
         return {"name": name, "ready": service.batcher.alive}

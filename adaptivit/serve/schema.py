@@ -51,19 +51,28 @@ INFER = _body(
 )
 
 _ERROR = _object("error", error=_STRING | {"description": "One line: what was expected, what came"})
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": meaning, **_content(json=_ERROR)}
-    for status, meaning in {
-        400: "Not JSON, or not a form",
-        401: "The token is missing or wrong",
-        408: "The request took too long to arrive",
-        413: "Too many bytes, pixels or images",
-        415: "Another content type",
-        422: "Not an image, or a field that cannot be met",
-        429: "Busy; Retry-After says when to try again",
-        503: "No answer within the time-out",
-    }.items()
+_MEANING = {
+    400: "Not JSON, not a form, or two lengths of one body",
+    401: "The token is missing or wrong",
+    404: "There is no such thing",
+    408: "The request took too long to arrive",
+    413: "Too many bytes, pixels or images",
+    415: "Another content type",
+    421: "Another name in the Host header than the service is called by",
+    422: "Not an image, or a field that cannot be met",
+    429: "Busy; Retry-After says when to try again",
+    500: "A fault of the service; the number finds its log entry",
+    503: "No answer within the time-out, or the model's thread has ended",
 }
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Responses with these statuses."""
+    return {status: {"description": _MEANING[status], **_content(json=_ERROR)} for status in statuses}
+
+
+ANYWHERE = errors(400, 401, 421, 429, 500)
+ERRORS = errors(404, 408, 413, 415, 422, 503)  # of routes that take a body
 
 
 def answers(task: Task) -> dict[int | str, dict[str, Any]]:
