@@ -19,6 +19,8 @@ def check(config: Any) -> None:
     for part in parts:
         if hasattr(part, "verify"):
             part.verify()
+    if getattr(config, "dry_run", False) or getattr(config, "minutes", None) == 0:
+        return  # reproduce, which then reads none of it
     given = {name.rpartition(".")[2]: value for name, value in flat(config).items() if value is not None}
     for name, look in _CHECKS.items():
         value = given.get(name, ())

@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from ..experiments.job import Job
 from ..experiments.reproduce.plan import ReproduceConfig, plan
 from ..experiments.reproduce.tables import TABLES, Table
+from ..utils.text import headed
 from .command import Command
 
+START = {
+    "digits": "six minutes on a CPU, without a file: see it work.",
+    "cifar100-main": "AHT-ViT beside static and the best peer, three seeds: our main result. For a GPU.",
+    "imagenet-adapt": "methods on ImageNet weights as they are. For a GPU.",
+}
 UNFINISHED = 75  # exit code where --minutes were not enough: try again
 
 
@@ -50,18 +56,23 @@ def _interrupted(*_: object) -> None:
 
 
 def listing() -> None:
-    """Print every table with its source, its time and its number of runs."""
-    from ..utils.console import screen_table, show
-
-    cells = []
+    """Print three tables to start from, then all by paper, each with its source, its time and its runs."""
+    groups: dict[str, dict[str, str]] = {"to start from": dict(START)}
     for table in TABLES.values():
         jobs = plan(ReproduceConfig(table=table.name, dry_run=True))
-        runs = f"{len(jobs)}" + (f", {len(table.seeds)} seeds" if len(table.seeds) > 1 else "")
-        what = (table.name, table.title, table.source, table.time or "not run by us yet")
-        cells.append((*what, runs, str(_epochs(jobs))))
-    names = ("table", "what", "corresponds to", "time", "runs", "epochs")
-    show(screen_table("adaptivit reproduce TABLE", cells, names, left=4), width=150)
-    print("epochs: of all runs together. --dry-run shows the runs of a table; docs/guide/reproduce.md tells more.")
+        runs = f"{len(jobs)} runs" + (f" with {len(table.seeds)} seeds" if len(table.seeds) > 1 else "")
+        facts = ("" if table.source == "ours" else table.source, table.time, runs, f"{_epochs(jobs)} epochs in all")
+        groups.setdefault(_heading(table), {})[table.name] = f"{table.title} ({'; '.join(filter(None, facts))})"
+    print(headed(groups))
+    print("\n--dry-run shows a table's runs; docs/guide/reproduce.md")
+
+
+def _heading(table: Table) -> str:
+    papers = {"aht": "AHT-ViT's paper", "avit": "A-ViT's paper", "amod": "A-MoD's paper"}
+    name = table.name.partition("-")[0]
+    if name in papers:
+        return papers[name] + (" (not run by us)" if not table.time else "")
+    return "ours: AHT-ViT, one change at a time" if name == "ablation" else "ours"
 
 
 def _epochs(jobs: Sequence[Job]) -> int:

@@ -14,6 +14,7 @@ from ..data.dataset import image_files, instead, open_image
 from ..errors import DataError
 from ..model import AdaptiveViT
 from ..tasks.protocol import Task
+from ..utils.console import screen_table
 from ..utils.csv import csv_text
 from ..utils.text import json_text
 from .record import document, record
@@ -123,10 +124,8 @@ def as_csv(predictions: list[Prediction], task: Task) -> str:
 
 def as_table(found: list[Prediction], task: Task) -> Table:
     """For the screen."""
-    table = Table()
-    for name in ("image", "answer", "GMACs", "of static", "mean depth"):
-        table.add_column(name, justify="left" if name in ("image", "answer") else "right")
+    rows = []
     for p in found:
         share = f"{100 * p.gmacs / p.static_gmacs:.0f} %"
-        table.add_row(p.image, task.caption(p.answer), f"{p.gmacs:.3f}", share, f"{p.mean_depth:.2f}")
-    return table
+        rows.append((p.image, task.caption(p.answer), f"{p.gmacs:.3f}", share, f"{p.mean_depth:.2f}"))
+    return screen_table("", rows, ("image", "answer", "GMACs", "of static", "mean depth"), left=2)

@@ -26,7 +26,7 @@ from ..training.optim import adamw
 from ..training.run import build_objective
 from ..training.step import Trainer
 from ..utils.atomic_io import write_bytes, write_json
-from ..utils.console import Step, bars, screen_table
+from ..utils.console import Step, bars, fitted, screen_table
 from ..utils.environment import summary
 from ..utils.hardware import device_name
 from ..utils.lock import writing
@@ -94,7 +94,8 @@ def _quickstart(out: Path, seed: int, fast: bool) -> None:
         [row.name, *(format(row.cells[name], form) for name, form in forms.items()), speed]
         for row, speed in zip(rows, speeds, strict=True)
     ]
-    console.print(screen_table("test digits, every one at four places", lines, ("model", *forms, "speed")))
+    table = screen_table("test digits, every one at four places", lines, ("model", *forms, "speed"))
+    console.print(fitted(table, console.width))
     difference, half, n = paired_difference(rows[2].result, rows[0].result)
     console.print(
         f"AHT-ViT does [bold]{100 * rows[2].result.saved:.0f} % less[/] work than static at "

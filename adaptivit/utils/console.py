@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ _NAMED = 10  # files
 _EVERY = 30.0  # seconds between two lines where the output is no terminal
 _LEAST, _WIDE = 5, 30  # columns of a bar: beside the figures that matter, and beside others
 _MATTER = 3  # figures
+_WORD = 12  # columns that a text keeps at least
 
 
 def screen_table(
@@ -42,10 +44,28 @@ def screen_table(
 
 
 def show(*tables: Table, width: int = 120) -> None:
-    """Print tables; `width` where the output is not a terminal."""
-    console = Console(width=None if Console().is_terminal else width)
+    """Print tables, none wider than the terminal; `width` where the output is none and COLUMNS is not set."""
+    console = Console(width=None if Console().is_terminal or "COLUMNS" in os.environ else width)
     for table in tables:
-        console.print(table)
+        console.print(fitted(table, console.width))
+
+
+def fitted(table: Table, width: int) -> Table:
+    """The table; where a column that does not wrap would be cut, its rows one below the other, a line a cell."""
+    texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    widest = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in texts]
+    needed = [n if column.no_wrap else min(n, _WORD) for column, n in zip(table.columns, widest, strict=True)]
+    if sum(needed) + 2 * len(needed) + 1 <= width:
+        return table
+    stacked = Table(title=table.title, title_justify="left", caption=table.caption, caption_justify="left", box=None)
+    stacked.add_column(no_wrap=True)
+    stacked.add_column(overflow="fold")
+    stacked.show_header = False
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, row, strict=True):
+            stacked.add_row(column.header, cell)
+        stacked.add_row("", "")
+    return stacked
 
 
 def left_out(files: Sequence[str], place: Path | None = None) -> None:

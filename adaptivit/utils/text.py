@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -17,6 +19,18 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     rule = ["---", *["---:"] * (len(names) - 1)]
     return ["| " + " | ".join(row) + " |" for row in (names, rule, *cells)]
+
+
+def headed(groups: Mapping[str, Mapping[str, str]]) -> str:
+    """Headings, under each its entries as `name: text`, wrapped at the width of the terminal."""
+    width, parts = shutil.get_terminal_size((120, 24)).columns, list[str]()
+    for heading, entries in groups.items():
+        lines = [
+            textwrap.fill(f"  {name}: {text}", width, subsequent_indent="      ", break_on_hyphens=False)
+            for name, text in entries.items()
+        ]
+        parts.append("\n".join([heading, *lines]))
+    return "\n\n".join(parts)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -185,10 +185,9 @@ def test_a_transfer_starts_from_the_model_that_balanced_saved(tmp_path: Path) ->
 def test_the_listing_and_one_recipe(capsys: Any) -> None:
     assert run("recipes") == 0
     printed = capsys.readouterr().out
-    assert len(printed.splitlines()) == len(RECIPES)
     assert printed.strip() == recipes.listing().strip()
     for name, recipe in RECIPES.items():
-        assert f"  {name}: {recipe.title}\n" in printed
+        assert f" {name}: {recipe.title} " in " ".join(printed.split()) + " "
     assert run("recipes", "avit-network") == 0
     printed = capsys.readouterr().out
     for line in (

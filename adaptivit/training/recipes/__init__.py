@@ -18,9 +18,22 @@ from typing import Any
 from ...errors import UserError, unknown
 from ...policies.spec import parse
 from ...utils.settings import defaults, flat
+from ...utils.text import headed
 from ..config import TrainConfig, with_settings
 
-FILES = ("aht", "avit", "dynamicvit", "evit", "amod", "exits")
+FILES = {
+    "aht": "AHT-ViT, and what its paper compares with",
+    "avit": "A-ViT, and what its paper compares with",
+    "dynamicvit": "DynamicViT",
+    "evit": "EViT",
+    "amod": "MoD and A-MoD, and what the paper compares with",
+    "exits": "ACT, early exits and PonderNet: A-ViT's baselines",
+}
+START = {
+    "aht-merge": "the improved AHT-ViT, from a static model: level with it at a third less work on CIFAR-100.",
+    "evit": "the simplest: the task loss alone, and every image costs the same.",
+    "aht-balanced": "AHT-ViT as its paper has it, without our improvements.",
+}
 # listed even at their defaults
 _ALWAYS = ("backbone", "policy", "epochs", "batch_size", "optim.lr", "optim.weight_decay", "augment.kind")
 
@@ -33,6 +46,7 @@ class Recipe:
     title: str
     train: str
     settings: Mapping[str, Any]
+    group: str  # the file that it stands in
     about: str = "Not run by us."
     paper: str = ""
 
@@ -55,7 +69,7 @@ def _load() -> dict[str, Recipe]:
             own = {k: table.pop(k) for k in ("title", "train", "about", "paper") if k in table}
             like = table.pop("like", None)
             settings = {**(found[like].settings if like else shared), **_dotted(table)}
-            found[name] = Recipe(name, settings=settings, **own)
+            found[name] = Recipe(name, settings=settings, group=file, **own)
     return found
 
 
@@ -71,8 +85,11 @@ RECIPES = _load()
 
 
 def listing() -> str:
-    """One line a recipe."""
-    return "\n".join(f"  {name}: {recipe.title}" for name, recipe in RECIPES.items())
+    """Three to start from, then all, by paper."""
+    groups: dict[str, Mapping[str, str]] = {"to start from": START}
+    for file, heading in FILES.items():
+        groups[heading] = {name: recipe.title for name, recipe in RECIPES.items() if recipe.group == file}
+    return headed(groups)
 
 
 def describe(name: str) -> str:
