@@ -153,10 +153,10 @@ def test_static_is_cut_between_blocks() -> None:
 def test_digits() -> None:
     """A model that has learned a little."""
     torch.manual_seed(0)
-    train = dataset.splits("digits")["train"].spread(320)
+    train = dataset.splits("digits")["train"].spread(160)
     model = adaptivit.create("digits_vit", "aht", straight_through=True, beta=-2.0)
     images = Images(train, model.preprocessing.evaluation())
-    batches = list(dataset.batches(images, dataset.in_order(len(images), 64)))
+    batches = list(dataset.batches(images, dataset.in_order(len(images), 32)))
     steps = torch.optim.AdamW(model.parameters(), 1e-3)
     model.train()
     for batch in batches[:3]:
