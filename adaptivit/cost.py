@@ -10,28 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+
+from .utils.coerce import up_to
+
+Size = Annotated[int, up_to(10**9)]
+Index = Annotated[int, up_to(10**9, 0)]
 
 
 @dataclass(frozen=True)
 class Shape:
     """The facts of a backbone that policies, layouts and cost need."""
 
-    layers: int
-    tokens: int  # at the nominal image size; a forward pass counts its own
-    num_prefix_tokens: int  # class, distillation and register tokens
-    dim: int
-    heads: int
-    attention_dim: int  # heads x head width
-    mlp_dim: int
-    patch_macs: int  # multiply-accumulates to embed one patch
-    classes: int
-    num_classifiers: int  # classifier heads (2 for distilled DeiT, 0 without a classifier)
+    layers: Size
+    tokens: Size  # at the nominal image size; a forward pass counts its own
+    num_prefix_tokens: Index  # class, distillation and register tokens
+    dim: Size
+    heads: Size
+    attention_dim: Size  # heads x head width
+    mlp_dim: Size
+    patch_macs: Size  # multiply-accumulates to embed one patch
+    classes: Index
+    num_classifiers: Index  # classifier heads (2 for distilled DeiT, 0 without a classifier)
     class_token: bool
-    head_tokens: int  # leading slots that the head reads; `tokens` when it pools over patches
+    head_tokens: Index  # leading slots that the head reads; `tokens` when it pools over patches
     gated: bool = False  # attention output gate (a linear layer more)
     latent_pool: bool = False  # attention pooling head
     pool_prefix: bool = False  # which pools over the prefix tokens too

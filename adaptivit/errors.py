@@ -32,7 +32,7 @@ class NotFiniteError(UserError):
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0][:500] if lines else type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:
@@ -42,7 +42,7 @@ def reason_of(error: BaseException) -> str:
 
 def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:
     """An error that lists the valid names and suggests the nearest."""
-    names = sorted(valid)
+    names, given = sorted(valid), given if len(given) <= 200 else given[:200] + "..."
     near = difflib.get_close_matches(given, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return UserError(f"Unknown {kind} {given!r}.{hint} Valid: {', '.join(names) or '(none)'}.")

@@ -17,9 +17,9 @@ from .backbones.build import build_backbone, rebuild
 from .backbones.preprocessing import Preprocessing
 from .backbones.slim import narrow
 from .checkpoint import format as checkpoint
-from .checkpoint.weights import State, fill, fit_backbone, fit_policy, read_weights
+from .checkpoint.weights import State, check_fit, fill, fit_backbone, fit_policy, read_weights
 from .cost import Shape
-from .errors import UserError, WeightsError
+from .errors import UserError, WeightsError, first_line
 from .model import AdaptiveViT
 from .policies.spec import make
 from .policies.spec import spec as settings_text
@@ -95,6 +95,7 @@ def load(directory: str | Path, *, allow_nonfinite: bool = False) -> AdaptiveViT
     stored = checkpoint.read(directory, allow_nonfinite)
     config, path = stored.config, stored.place / "config.json"
     _check_known(config, path)
+    _check_shapes(stored)
     with _explained(path):
         described = config["backbone"]
         model = AdaptiveViT(rebuild(described), config["policy"], config["settings"], described.get("name"))
@@ -108,6 +109,21 @@ def load(directory: str | Path, *, allow_nonfinite: bool = False) -> AdaptiveViT
     return model.eval()
 
 
+def _check_shapes(stored: checkpoint.Stored) -> None:
+    """Refuse a description whose weights are not those in the file, before anything of its size is allocated."""
+    config, shapes = stored.config, stored.shapes
+    depth = config["backbone"].get("kwargs", {}).get("depth", 0)
+    if depth > len(shapes):
+        raise WeightsError(f"The weights in {stored.source} do not fit the model: {len(shapes)} for {depth} blocks.")
+    with _explained(stored.place / "config.json"), torch.device("meta"):
+        vit = rebuild(config["backbone"])
+        if config["policy"] in policies.BUILT_IN:
+            own = AdaptiveViT(vit, config["policy"], config["settings"]).state_dict()
+        else:  # one that is not made to be built without memory
+            own, shapes = vit.state_dict(), {k: v for k, v in shapes.items() if not k.startswith("policy.")}
+    check_fit({k.removeprefix("vit."): v for k, v in own.items()}, shapes, stored.source)
+
+
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """Errors about values of config.json, in one line."""
@@ -117,8 +133,8 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except UserError as error:
         raise WeightsError(f"{path}: {error}") from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
+    except Exception as error:  # what a file asks for can fail in any way
+        raise WeightsError(f"Damaged checkpoint: {path} ({type(error).__name__}: {first_line(error)}).") from error
 
 
 def _check_known(config: dict[str, Any], path: Path) -> None:
@@ -149,6 +165,8 @@ def _from_directory(
     """Weights of a checkpoint of ours. The same policy keeps its own weights; `static` ones start any policy."""
     config, directory, is_narrow = stored.config, stored.place, bool(stored.config.get("whole"))
     same = _is_same(backbone, policy, config, directory)
+    if same or is_narrow:  # otherwise nothing is built by what it says
+        _check_shapes(stored)
     if is_narrow:
         backbone = _narrow_backbone(backbone, policy, settings, stored)
     changes["num_classes"], keep_head = _classes(changes["num_classes"], backbone, stored.state)

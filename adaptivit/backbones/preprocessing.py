@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
+from ..utils.coerce import Check, convert, require, up_to
+
+Side = Annotated[int, up_to(8192)]
+Mean = Annotated[float, Check(lambda v: abs(v) <= 1000, "a number in -1000..1000")]
+Deviation = Annotated[float, Check(lambda v: 1e-6 <= v <= 1000, "a number in 1e-6..1000")]
+_CHANNELS = Check(lambda v: len(v) > 0, "a number for every channel")
 _STRIP = 32  # times as long as wide: a longer image is cropped before it is resized
 
 
@@ -19,11 +25,11 @@ _STRIP = 32  # times as long as wide: a longer image is cropped before it is res
 class Preprocessing:
     """What a model expects of its images; stored in its checkpoint."""
 
-    size: tuple[int, int]
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    crop_pct: float = 0.9
-    interpolation: str = "bicubic"
+    size: tuple[Side, Side]
+    mean: Annotated[tuple[Mean, ...], _CHANNELS] = (0.485, 0.456, 0.406)
+    std: Annotated[tuple[Deviation, ...], _CHANNELS] = (0.229, 0.224, 0.225)
+    crop_pct: Annotated[float, Check(lambda v: 0.1 <= v <= 2, "a share in 0.1..2")] = 0.9
+    interpolation: Literal["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"] = "bicubic"
 
     @classmethod
     def of(cls, vit: nn.Module, size: tuple[int, int]) -> Preprocessing:
@@ -34,8 +40,9 @@ class Preprocessing:
 
     @classmethod
     def from_config(cls, values: dict[str, Any]) -> Preprocessing:
-        clean: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**clean)
+        made: Preprocessing = convert("preprocessing", values, cls, strict=True)
+        require(len(made.mean) == len(made.std), "preprocessing", "as many values of mean as of std", values)
+        return made
 
     def to_config(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

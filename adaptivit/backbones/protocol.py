@@ -64,6 +64,7 @@ class Backbone(ABC):
     """A model of one family, as the loop and the executors use it."""
 
     family: ClassVar[str]  # name in checkpoints
+    stored: ClassVar[type | None] = None  # TypedDict of `arguments`, whose types and ranges a checkpoint's must have
     head_keys: ClassVar[tuple[str, ...]] = ("head.weight", "head.bias")  # of the classifier, its weight first
 
     def __init__(self, module: Any) -> None:

@@ -11,15 +11,18 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from ..errors import UserError
+from ..utils.coerce import Check, Count, Name, NotNegative, Positive, convert, require
 
+SOME = Check(lambda v: len(v) > 0, "at least one point")
 FORMS = "'0.8 GMACs', '-33%' (less than static) or '3 ms'"
 STEP = 0.06  # of static's MACs: two neighbours further apart are a step, with nothing between them
 GOAL = 0.02  # of a budget: how well it is to be met on images that the curve has not seen
@@ -56,9 +59,9 @@ def parse(given: object, what: str = "budget") -> Budget:
     text = given.strip().replace("−", "-") if isinstance(given, str) else ""
     if text.lower() == "none":
         return Budget("none")
-    found = _FORM.fullmatch(text)
-    if found is None:
-        raise UserError(f"{what}: expected {FORMS}, got {given!r}.")
+    found = _FORM.fullmatch(text) if len(text) <= 40 else None
+    require(found is not None, what, FORMS, given)
+    assert found is not None
     number, percent, size, ms = float(found[1]), found[2], found[3], found[4]
     if percent:
         if found[1][0] != "-":
@@ -66,8 +69,8 @@ def parse(given: object, what: str = "budget") -> Budget:
         if not -100 < number <= 0:
             raise UserError(f"{what}: expected a saving between -0% and -100%, got {given!r}.")
         return Budget(text, share=1 + number / 100)
-    if number <= 0:
-        raise UserError(f"{what}: expected more than 0, got {given!r}.")
+    if not 0 < number < math.inf:
+        raise UserError(f"{what}: expected more than 0 and less than infinity, got {given!r}.")
     return Budget(text, ms=number) if ms else Budget(text, macs=number * _SIZES[(size or "").lower()])
 
 
@@ -85,20 +88,22 @@ class Point:
     """The dial at one position: mean over the calibration images."""
 
     position: float
-    macs: float
-    live: float  # tokens that enter a block, mean over the blocks
-    spread: float | None = None  # standard deviation of an image's MACs; None: not known (one image, or an older curve)
+    macs: Positive
+    live: NotNegative  # tokens that enter a block, mean over the blocks
+    spread: NotNegative | None = (
+        None  # standard deviation of an image's MACs; None: not known (one image, or an older curve)
+    )
 
 
 @dataclass(frozen=True)
 class Latency:
     """Milliseconds of a batch at some positions, on one device."""
 
-    device: str
-    batch: int
-    layout: str
-    dtype: str
-    points: tuple[tuple[float, float], ...]  # (MACs an image, ms), from dear to cheap, falling
+    device: Name
+    batch: Count
+    layout: Name
+    dtype: Name
+    points: Annotated[tuple[tuple[Positive, Positive], ...], SOME]  # (MACs an image, ms), from dear to cheap, falling
 
     @property
     def images(self) -> str:
@@ -109,15 +114,15 @@ class Latency:
 class Calibration:
     """The curve of a policy's dial, from dear to cheap; `budget` is what was set when it was saved."""
 
-    dial: str
+    dial: Name
     continuous: bool  # any position between two points can be taken; otherwise the points are all there is
-    tokens: int  # slots of an image
-    static: float  # MACs of the static model
-    images: int  # that the curve was measured on
-    points: tuple[Point, ...]  # MACs fall
+    tokens: Count  # slots of an image
+    static: Positive  # MACs of the static model
+    images: Count  # that the curve was measured on
+    points: Annotated[tuple[Point, ...], SOME]  # MACs fall
     settings: Point  # what the policy's settings cost
     latency: Latency | None = None
-    budget: str | None = None
+    budget: Name | None = None
 
     def position_for(self, budget: Budget, device: str) -> float | None:
         """The position that meets the budget; None for the policy's settings."""
@@ -226,26 +231,10 @@ class Calibration:
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> Calibration:
-        """The reverse; KeyError, TypeError or ValueError where it is not what was written."""
-        latency = config["latency"]
-        if latency is not None:
-            latency = Latency(**{**latency, "points": tuple((float(m), float(t)) for m, t in latency["points"])})
-        made = Calibration(
-            **{
-                **config,
-                "points": tuple(Point(**p) for p in config["points"]),
-                "settings": Point(**config["settings"]),
-                "latency": latency,
-            }
-        )
-        numbers = [x for p in made.points for x in (p.position, p.macs, p.live, p.spread or 0.0)]
-        if not numbers or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
-            raise ValueError("the calibration has no curve")
-        kinds = isinstance(made.continuous, bool) and all(type(n) is int and n > 0 for n in (made.tokens, made.images))
-        if not kinds or not isinstance(made.static, (int, float)) or not 0 < made.static < math.inf:
-            raise ValueError("the calibration is not what was written")
-        if any(a.macs <= b.macs for a, b in zip(made.points, made.points[1:], strict=False)):
-            raise ValueError("the calibration's curve does not fall")
+        """The reverse; UserError where it is not what was written."""
+        made: Calibration = convert("calibration", config, Calibration, strict=True)
+        if any(a.macs <= b.macs for a, b in itertools.pairwise(made.points)):
+            raise UserError("calibration: the curve does not fall.")
         return made
 
 

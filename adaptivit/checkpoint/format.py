@@ -2,32 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
+import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from safetensors.torch import save as to_bytes
 
 from .. import __version__, tasks
+from ..backbones import family_named
 from ..backbones.build import describe_backbone
-from ..errors import UserError, WeightsError
+from ..backbones.preprocessing import Preprocessing, Side
+from ..budget.curve import Calibration
+from ..cost import Shape
+from ..errors import UserError, WeightsError, first_line
 from ..model import AdaptiveViT
 from ..policies.renamed import upgraded
 from ..utils.atomic_io import new_directory, write_bytes, write_text
+from ..utils.coerce import Count, Name, convert, require, up_to
 from ..utils.text import json_text
 from . import model_card
 from .place import checkpoint_at
-from .weights import State, read_weights, tensors
+from .weights import State, read_shapes, read_weights, tensors
 
 FORMAT = 3  # 1 had no digest of the weights, 1 and 2 other names of policies' settings
 FILES = ("model.safetensors", "config.json", "README.md", model_card.PICTURE)
-# Fields of config.json about the model itself; the rest are notes (results, ...).
-_KINDS: dict[str, type] = {"backbone": dict, "policy": str, "settings": dict, "preprocessing": dict}
-_OPTIONAL: dict[str, type] = {"weights": dict, "task": str, "class_names": list, "whole": dict}
-_OWN = {"format", "adaptivit", *_KINDS, *_OPTIONAL, "calibration", "max_macs"}
+LARGEST = 8 * 2**20  # bytes of a config.json
+
+
+class _Changes(TypedDict, total=False):
+    num_classes: Annotated[int, up_to(10**7, 0)]
+    img_size: tuple[Side, Side]
+
+
+class _BackboneNeeds(TypedDict):
+    changes: _Changes  # nothing else may get into what builds the backbone: `pretrained` would start a download
+
+
+class _Backbone(_BackboneNeeds, total=False):
+    name: Name | None
+    family: Name
+    kwargs: dict[str, Any]  # checked by its family
+
+
+class _Digest(TypedDict):
+    sha256: Name
+
+
+class _Needs(TypedDict):
+    format: Count
+    backbone: _Backbone
+    policy: Name
+    settings: dict[str, Any]  # checked by its policy
+    preprocessing: Preprocessing
+
+
+class Config(_Needs, total=False):
+    """config.json about the model itself; what else it has are notes (results, ...)."""
+
+    adaptivit: Name
+    weights: _Digest | None
+    task: Name | None
+    class_names: list[str] | None
+    whole: Shape | None
+    calibration: Calibration | None
+    max_macs: Name | None
+
+
+_OWN = set(typing.get_type_hints(Config))
 
 
 def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], images: Any = None, name: str = "") -> None:
@@ -58,6 +104,7 @@ def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], image
     try:
         config |= (model.notes if model.noted == identity(model, digest) else {}) | extra
         text = json_text(config, indent=2) + "\n"
+        require(len(text.encode()) <= LARGEST, "config.json", f"at most {LARGEST >> 20} MiB", len(text))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"config.json cannot hold what was given: {error}.") from None
     picture = None if images is None else model_card.maps(model, images)
@@ -109,12 +156,21 @@ class Stored:
 
     place: Path
     config: dict[str, Any]
-    state: State
-    digest: str  # of model.safetensors
+    shapes: State  # of the weights, on the device "meta": nothing has been read
+    allow_nonfinite: bool
 
     @property
     def source(self) -> str:
         return str(self.place / "model.safetensors")
+
+    @functools.cached_property
+    def state(self) -> State:
+        return read_weights(self.source, self.allow_nonfinite)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of model.safetensors."""
+        return _digest(self.place)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -139,7 +195,7 @@ def read(directory: str | Path, allow_nonfinite: bool = False) -> Stored:
     """A checkpoint directory; errors are one line."""
     place = checkpoint_at(directory)
     config = read_config(place)
-    return Stored(place, config, read_weights(place / "model.safetensors", allow_nonfinite), _digest(place))
+    return Stored(place, config, read_shapes(place / "model.safetensors"), allow_nonfinite)
 
 
 def _digest(place: Path) -> str:
@@ -151,16 +207,20 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory; errors are one line."""
     path = checkpoint_at(directory) / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
-        version = config["format"]
-        if type(version) is not int or version < 1:
-            raise TypeError(f"format {version!r}")
+        if path.stat().st_size > LARGEST:
+            raise UserError(f"expected at most {LARGEST >> 20} MiB of JSON, got {path.stat().st_size >> 20}.")
+        config: Any = json.loads(path.read_text())
+        require(isinstance(config, dict), "the file", "an object", config)
+        if not {"adaptivit", "policy", "format"} & set(config):
+            raise WeightsError(f"Not a checkpoint of adaptivit: {path} was written by something else.")
+        version = convert("format", config.get("format"), Count, strict=True)
         if version <= FORMAT:
             _check(config)
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, KeyError) and "adaptivit" not in config:
-            raise WeightsError(f"Not a checkpoint of adaptivit: {path} was written by something else.") from None
-        raise WeightsError(f"Damaged checkpoint: {path} ({type(error).__name__}: {error}).") from None
+    except WeightsError:
+        raise
+    except (UserError, ValueError, RecursionError) as error:
+        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}."
+        raise WeightsError(f"Damaged checkpoint: {path}: {what}") from None
     if version > FORMAT:
         raise WeightsError(f"{directory} was saved by a newer adaptivit (format {version}); upgrade adaptivit.")
     config["task"] = config.get("task") or tasks.DEFAULT
@@ -183,16 +243,16 @@ def _upgrade(config: dict[str, Any], path: Path) -> None:
 
 
 def _check(config: dict[str, Any]) -> None:
-    """Raise KeyError or TypeError unless the parts are what save writes."""
-    wrong = [name for name, kind in _KINDS.items() if not isinstance(config[name], kind)]
-    wrong += [name for name, kind in _OPTIONAL.items() if not isinstance(config.get(name), (kind, type(None)))]
-    # nothing else may get into what builds the backbone: `pretrained` there would start a download
-    changes = config["backbone"]["changes"]
-    if not isinstance(changes, dict) or not set(changes) <= {"num_classes", "img_size"}:
-        wrong.append("backbone")
-    if not all(isinstance(name, str) for name in config.get("class_names") or []):
-        wrong.append("class_names")
-    if config["format"] >= 2 and not isinstance(config["weights"]["sha256"], str):
-        wrong.append("weights")
-    if wrong:
-        raise TypeError(f"{', '.join(wrong)} is not what was written")
+    """UserError unless types and ranges are those of what save writes."""
+    convert("", {name: value for name, value in config.items() if name in _OWN}, Config, strict=True)
+    described, version = config["backbone"], config["format"]
+    if described.get("name") is None:
+        family = family_named(described.get("family", "timm_vit"))
+        require("kwargs" in described, "backbone", "a name or kwargs", described)
+        if family.stored is not None:
+            convert("backbone.kwargs", described["kwargs"], family.stored, strict=True)
+    if version >= 2 and config.get("weights") is None:
+        raise UserError("weights is missing.")
+    Preprocessing.from_config(config["preprocessing"])
+    if config.get("calibration") is not None:
+        Calibration.from_config(config["calibration"])

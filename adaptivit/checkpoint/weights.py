@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
@@ -19,6 +20,8 @@ from ..model import AdaptiveViT
 from ..utils.sharded import like, whole
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KINDS |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 State = dict[str, Tensor]
 
 
@@ -53,6 +56,19 @@ def read_weights(path: str | Path, allow_nonfinite: bool = False) -> State:
     if not allow_nonfinite:
         check_finite(state, str(path))
     return {k.removeprefix("module."): v for k, v in state.items()}
+
+
+def read_shapes(path: str | Path) -> State:
+    """The tensors of a .safetensors file on the device "meta": shapes and types, from its header alone."""
+    if not Path(path).is_file():
+        raise WeightsError(f"Weights not found: {path}.")
+    try:
+        with safe_open(str(path), "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            kinds = {name: _KINDS.get(part.get_dtype(), torch.int64) for name, part in slices.items()}
+            return {k: torch.empty(v.get_shape(), dtype=kinds[k], device="meta") for k, v in slices.items()}
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:

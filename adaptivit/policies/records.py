@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from ..utils.coerce import convert, require
+from ..utils.coerce import Check, Count, Index, NotNegative, Positive, Share, convert, require, up_to
 
 S = TypeVar("S", bound=type)
 
@@ -39,20 +39,7 @@ def record(name: str, home: str, title: str, colour: str = "", recipe: str = "")
     return add
 
 
-@dataclass(frozen=True)
-class Check:
-    """What a value must be, as an annotation of a setting."""
-
-    ok: Callable[[Any], bool]
-    expected: str
-
-
-Share = Annotated[float, Check(lambda v: 0 < v <= 1, "a share in (0, 1]")]
-Positive = Annotated[float, Check(lambda v: v > 0, "a number > 0")]
-NotNegative = Annotated[float, Check(lambda v: v >= 0, "a number >= 0")]
 Slack = Annotated[float, Check(lambda v: 0 <= v < 1, "0 <= eps < 1")]
-Index = Annotated[int, Check(lambda v: v >= 0, "a number >= 0")]
-Count = Annotated[int, Check(lambda v: v >= 1, "a number >= 1")]
 _DISTINCT = Check(lambda v: len(set(v)) == len(v), "different block numbers")
 Blocks = Annotated[tuple[int, ...], Check(lambda v: len(v) > 0, "at least one block number"), _DISTINCT]
 
@@ -353,7 +340,7 @@ class PonderNetSettings(Settings):
     """Its shift."""
     index: Index = 0
     """Which element is read."""
-    sample: int | None = None
+    sample: Annotated[int, up_to(2**63 - 1, 0)] | None = None
     """Draw where to stop from this seed; default: where the cumulative chance passes one half."""
 
 
