@@ -17,10 +17,18 @@ def family_of(module: nn.Module) -> type[Backbone]:
         if family.drives(module):
             return family
     raise UnsupportedBackbone(
-        f"Expected a timm VisionTransformer, got {type(module).__module__}.{type(module).__name__}. "
-        "Use a model such as deit_tiny_patch16_224, vit_base_patch16_224 or vit_small_patch14_dinov2, or add its "
-        "family to adaptivit.backbones.FAMILIES."
+        f"Expected a timm VisionTransformer, got {type(module).__module__}.{type(module).__name__}: "
+        f"{_odd_part(module)}. A family of your own is one file, added to adaptivit.backbones.FAMILIES."
     )
+
+
+def _odd_part(module: nn.Module) -> str:
+    """What of a module is not as in a plain ViT."""
+    if getattr(module, "rope", None) is not None:
+        return "its positions are rotary (`rope`)"
+    if not hasattr(module, "blocks"):
+        return "it has no `blocks`, one list of transformer blocks on the same tokens"
+    return "its class runs its blocks in a way of its own"
 
 
 def family_named(name: str) -> type[Backbone]:

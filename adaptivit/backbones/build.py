@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import UnsupportedBackbone, UserError, WeightsError
 from . import family_named, family_of
+from .names import check_name
 from .protocol import Backbone
 
 DIGITS_VIT: dict[str, Any] = {  # the small backbone of the quickstart, for data/digits.py
@@ -78,6 +79,7 @@ def _from_timm(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
         hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
         raise UserError(f"Unknown timm model {name!r}.{hint}")
     logging.getLogger("timm").setLevel(logging.WARNING)
+    check_name(name)
     try:
         return timm.create_model(name, pretrained=pretrained, **given)
     except TypeError as error:
