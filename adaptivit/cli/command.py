@@ -21,10 +21,11 @@ class Command:
     """A command: its docstring is its line in --help."""
 
     config: type  # a frozen dataclass: its fields are the flags, the strings under them their help
-    run: Callable[[Any], None]  # imports torch inside, so that --help is instant
+    run: Callable[..., None]  # imports torch inside, so that --help is instant
     policies: bool = False  # --help lists the policies and their settings
     recipes: str = ""  # --help lists the recipes, with this note on how to name one
     of_recipe: Callable[[str], Any] | None = None  # the configuration that `--recipe NAME` starts from
+    of_policy: Callable[[str | None], Any] | None = None  # and `--policy` without it; `run` then gets the flags, too
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _run(given: list[str]) -> None:
 
         config = _parse(name, command, rest)
         check(config)
-        command.run(config)
+        command.run(config, *([_flags(rest)] if command.of_policy else []))
 
 
 def _imported(given: list[str]) -> list[str]:
@@ -97,14 +97,29 @@ def _parse(name: str, command: Command, rest: list[str]) -> Any:
             words[-1] += "=" + word
         else:
             words.append(word)
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    flags = _flags(words)
     _check_flags(command, flags)
     given: dict[str, Any] = {}
     if command.of_recipe is not None and "--recipe" in flags:
         i = next(i for i, word in enumerate(words) if word.partition("=")[0] == "--recipe")
         recipe = words[i].partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
         given = {"default": command.of_recipe(recipe)}
+    elif command.of_policy is not None and not {"-h", "--help"} & set(words):
+        given = {"default": command.of_policy(_taken(words, "--policy"))}
     return tyro.cli(command.config, args=words, prog=f"adaptivit {name}", **given)
+
+
+def _flags(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+def _taken(words: list[str], flag: str) -> str | None:
+    """Take a flag out of the words; returns its last value."""
+    value = None
+    while flag in (flags := [word.partition("=")[0] for word in words]):
+        word = words.pop(i := flags.index(flag))
+        value = word.partition("=")[2] if "=" in word else words.pop(i) if i < len(words) else ""
+    return value
 
 
 def _check_flags(command: Command, flags: list[str]) -> None:

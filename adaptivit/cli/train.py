@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from ..budget.curve import GOAL
-from ..training.config import TrainConfig
+from ..training.config import FOLLOW, TrainConfig
 from ..utils.text import signed_percent
 from .command import Command
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from ..evaluation.evaluate import Result
 
 
-def run(config: TrainConfig) -> None:
+def run(config: TrainConfig, flags: Sequence[str]) -> None:
     from accelerate import PartialState
 
     from ..training.run import fit
 
-    result = fit(config)
+    result = fit(config, follow=[name for name in FOLLOW if f"--{name.replace('_', '-')}" not in flags])
     if PartialState().is_main_process:
         print(last_line(config, result))
 
@@ -49,4 +50,21 @@ def of_recipe(name: str) -> TrainConfig:
     return replace(recipes.get(name), recipe=name, data=missing)
 
 
-COMMAND = Command(TrainConfig, run, policies=True, recipes="--recipe NAME; other flags override", of_recipe=of_recipe)
+def of_policy(policy: str | None) -> TrainConfig:
+    """A policy with the losses and settings of its own recipe, as `compare` takes them."""
+    from ..policies import get, spec
+    from ..training.methods import parse_method
+
+    missing: Any = tyro.MISSING
+    plain = TrainConfig(missing) if policy is None else TrainConfig(missing, policy=policy)
+    return parse_method(plain.policy, plain) if get(spec.parse(plain.policy)[0]).recipe else plain
+
+
+COMMAND = Command(
+    TrainConfig,
+    run,
+    policies=True,
+    recipes="--recipe NAME; other flags override",
+    of_recipe=of_recipe,
+    of_policy=of_policy,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ class OptimConfig:
     min_lr: float = 1e-6
     """Learning rate at the end of the cosine."""
     warmup_epochs: float = 1.0
-    """Linear warm-up."""
+    """Linear warm-up. Without this flag, where an epoch has fewer than 50 steps: 50, or a tenth of all if fewer."""
     weight_decay: float = 0.05
     """AdamW's weight decay; not on biases, norms, embeddings and gates."""
     clip_grad: float = 1.0
@@ -135,7 +135,8 @@ class TrainConfig:
     backbone: str = "deit_tiny_patch16_224"
     """timm name of the VisionTransformer."""
     policy: str = "aht"
-    """Policy and its settings, e.g. aht:threshold=0.9,straight_through=true (listed below)."""
+    """Policy and its settings, e.g. aht:threshold=0.9,straight_through=true (listed below). Without --recipe it has the
+    losses and settings of its own recipe, beside these flags."""
     recipe: str | None = None
     """Start from a named recipe (listed below); the other flags override it."""
     task: str = tasks.DEFAULT
@@ -153,7 +154,7 @@ class TrainConfig:
     epochs: int = 50
     """Passes over the training images."""
     batch_size: int = 128
-    """Images a step, over all processes."""
+    """Images a step, over all processes. Without this flag halved while an epoch has fewer than 16 steps."""
     gate_init: bool = True
     """Set the gate's start on one batch, so that halting begins near the last block."""
     val_split: float = 0.1
@@ -182,6 +183,23 @@ class TrainConfig:
         for name in ("workers", "seed"):
             at_least(name, getattr(self, name), 0)
         between("val_split", self.val_split, 0.0, 1.0)
+
+
+# What the command line leaves to the number of images where no flag says it.
+FOLLOW = ("batch_size", "optim.warmup_epochs")
+EPOCH, WARM, FEW = 16, 50, 200  # steps: of an epoch and of a warm-up at least; in all, below which there is a warning
+
+
+def fitted(config: TrainConfig, images: int, processes: int, follow: Collection[str]) -> TrainConfig:
+    """A batch size and a warm-up for so few images, of those that may follow their number (FOLLOW)."""
+    size = config.batch_size
+    parts = processes * config.run.accumulate * (2 if config.augment.mixup or config.augment.cutmix else 1)
+    while "batch_size" in follow and size % (2 * parts) == 0 and images < (EPOCH if size >= 16 else 1) * size:
+        size //= 2
+    steps, warm = max(images // size, 1), config.optim.warmup_epochs
+    if "optim.warmup_epochs" in follow and steps < WARM and warm:
+        warm = min(max(warm, WARM / steps), config.epochs / 10)
+    return changed(config, {"batch_size": size, "optim.warmup_epochs": warm})
 
 
 # What a method brings of its own when methods are compared under one recipe: its losses, but not distillation.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from ..utils.console import announce, count
 from ..utils.hardware import device_name
 from ..utils.lock import writing
 from . import fsdp, losses
-from .config import TrainConfig
+from .config import FEW, TrainConfig, fitted
 from .gate_init import init_gate
 from .micro_batch import rows
 from .optim import Average, adamw
@@ -65,11 +66,14 @@ def build_objective(config: TrainConfig) -> losses.Objective:
     )
 
 
-def fit(config: TrainConfig, show: bool = True, stop: Callable[[], bool] | None = None) -> Result:
+def fit(
+    config: TrainConfig, show: bool = True, stop: Callable[[], bool] | None = None, follow: Collection[str] = ()
+) -> Result:
     """Train as configured; returns the validation result of the model that was saved in OUT/model.
 
     stop: called after every step, in a run of one process. If it returns True, a checkpoint is written and
-    KeyboardInterrupt raised; `resume` goes on from there.
+    KeyboardInterrupt raised; `resume` goes on from there. follow: which of config.FOLLOW (batch size, warm-up) are to
+    suit the number of images where that is small.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by torchrun --max-restarts
     if restarts:
@@ -79,16 +83,20 @@ def fit(config: TrainConfig, show: bool = True, stop: Callable[[], bool] | None 
         config = replace(config, resume=True)
     alone = writing(config.out) if accelerator.is_main_process else contextlib.nullcontext()
     with _peers(accelerator), alone:
-        return _fit(config, accelerator, show, stop or (lambda: False))
+        return _fit(config, accelerator, show, stop or (lambda: False), follow)
 
 
-def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callable[[], bool]) -> Result:
+def _fit(
+    config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callable[[], bool], follow: Collection[str]
+) -> Result:
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     run = RunDirectory(config, accelerator)
     given = (config.data, config.val_split, config.seed, config.allow_corrupt)
     train_set, val_set = dataset.for_training(*given, config.task)
     train_set, val_set = (_readable(part, config.allow_corrupt) for part in (train_set, val_set))
+    config = fitted(config, len(train_set), accelerator.num_processes, follow)
+    run.settle(config)
     if len(train_set) < (size := config.batch_size):
         few = f"{len(train_set)} training images are fewer than one batch of {size}"
         raise DataError(f"{config.data}: {few}; lower --batch-size.")
@@ -118,11 +126,13 @@ def _fit(config: TrainConfig, accelerator: Accelerator, show: bool, stop: Callab
         raise UserError("No loss has a weight > 0: give --loss.task, --loss.exits, --loss.expected or another.")
     _probe(trainer, val)
     accelerator.wait_for_everyone()  # every process has read OUT
-    if show and accelerator.is_main_process:
-        announce(f"train {model.policy_name} on {config.backbone}", *_facts(trainer, images, val))
     run.left_out |= dict.fromkeys((*train_set.left_out, *val_set.left_out))
     run.open()
     start = run.restore(trainer) if config.resume else 0
+    if show and accelerator.is_main_process:
+        announce(f"train {model.policy_name} on {config.backbone}", *_facts(trainer, images, val))
+        _warn_of_few_steps(config, len(images))
+    run.name_left_out()
     if start == 0 and config.gate_init:
         with trainer.whole(averaged=False) as whole:
             run.say(init_gate(whole, policy_settings, config, val_set, accelerator.device))
@@ -145,6 +155,14 @@ def _facts(trainer: Trainer, images: Source, val: Source) -> Iterator[str]:
     own, every = (sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (model.policy, model))
     frozen = f" (the backbone from epoch {config.optim.freeze_epochs:g} on)" if config.optim.freeze_epochs else ""
     yield f"trained: {every / 1e6:.3g} M weights, {own:,} of them the policy's{frozen}"
+
+
+def _warn_of_few_steps(config: TrainConfig, images: int) -> None:
+    per_epoch = images // config.batch_size
+    steps, needed = per_epoch * config.epochs, -(-FEW // per_epoch)
+    if steps < FEW:
+        few = f"{count(steps, 'step')} in all are few to learn from"
+        print(f"note: {few}; --epochs {needed} makes {needed * per_epoch}", file=sys.stderr, flush=True)
 
 
 def _divisible(config: TrainConfig, processes: int) -> None:

@@ -56,7 +56,6 @@ class RunDirectory:
         if config.resume:
             if not exists:
                 raise UserError(f"--resume: there is no run in {self.path} (no config.json).")
-            self._same_configuration()
         elif exists:
             raise UserError(f"{self.path} already holds a run: pass --resume to go on with it, or another --out.")
         if config.run.tensorboard:
@@ -66,7 +65,11 @@ class RunDirectory:
                 raise UserError("--run.tensorboard needs the package tensorboard: pip install tensorboard.") from None
             self._writer_type = SummaryWriter
 
-    def _same_configuration(self) -> None:
+    def settle(self, config: TrainConfig) -> None:
+        """The configuration, once the number of images is known; refused if OUT holds a run of another one."""
+        self.config = config
+        if not config.resume:
+            return
         try:
             old = dict(json.loads((self.path / "config.json").read_text())["config"])
         except (ValueError, KeyError, TypeError):
@@ -80,7 +83,6 @@ class RunDirectory:
 
     def open(self) -> None:
         """Write the configuration and where it runs."""
-        self._name_left_out()
         if self.main:
             if not self.config.resume:
                 write_json(self.path / "config.json", {"config": flat(self.config)})
@@ -101,7 +103,7 @@ class RunDirectory:
         if line and self.main:
             self.console.print(line, highlight=False)
 
-    def _name_left_out(self) -> None:
+    def name_left_out(self) -> None:
         """Every process has to call it."""
         every = list(dict.fromkeys(gather_object(list(self.left_out))))
         if self.main and len(every) > self.named:
@@ -191,7 +193,7 @@ class RunDirectory:
 
     def finish(self, trainer: Trainer, result: Result) -> None:
         self.show(last=True)
-        self._name_left_out()
+        self.name_left_out()
         with trainer.whole() as model:
             if self.main:
                 model.save_pretrained(self.path / "model", results={"validation": result.summary()})

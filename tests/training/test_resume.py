@@ -40,6 +40,10 @@ HARD += (
     3,
     "--optim.lr",
     1e-3,
+    "--loss.cost",
+    10,
+    "--optim.warmup-epochs",
+    0.5,
 )
 
 
