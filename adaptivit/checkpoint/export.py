@@ -102,7 +102,13 @@ def export(
                 f"{model.policy_name} could not be exported as {format}, {kind} ({first_line(error)}); "
                 f"nothing was written. Try {'--kind masked' if kind != 'masked' else '--format pt2'}."
             ) from error
-        difference, flipped = compare(model, (run_onnx if onnx else run_pt2)(data), images, tolerance)
+        try:
+            run = (run_onnx if onnx else run_pt2)(data)
+        except Exception as error:  # of the runtimes: anything
+            raise UserError(
+                f"The exported file cannot be loaded ({first_line(error)}); nothing was written."
+            ) from error
+        difference, flipped = compare(model, run, images, tolerance)
     write_bytes(path, data)
     return Exported(str(path), kind, len(data), len(images), difference, flipped)
 

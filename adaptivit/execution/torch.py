@@ -31,6 +31,8 @@ class Executor:
 
     def attention(self, block: Any, layout: Layout, request: EvidenceRequest) -> None:
         """The attention branch, on the layout's rows."""
+        if self._idle(layout, request):
+            return
         backbone, rates = self.backbone, self.backbone.rates(block)
         y, q, k, v = self.norm_qkv(backbone, block, layout.rows, layout.row_positions())
         collect_evidence(layout, request, q, k)
@@ -42,12 +44,19 @@ class Executor:
 
     def mlp(self, block: Any, layout: Layout, request: EvidenceRequest) -> None:
         """The MLP branch, on the layout's rows."""
+        if self._idle(layout, request):
+            return
         kept = branch_scale(self.backbone.rates(block).branch2, layout)
         index = request.index if "fc1" in request.wanted else None
         rows, element = self.mlp_residual(self.backbone, block, layout.rows, kept, layout.active_rows(), index)
         if element is not None:
             request.give("fc1", layout.to_grid(element))
         layout.put(rows)
+
+    @staticmethod
+    def _idle(layout: Layout, request: EvidenceRequest) -> bool:
+        """No row is left. With gradients the block runs all the same, so that every parameter has one."""
+        return layout.empty and not request.wanted and not torch.is_grad_enabled()
 
     def halted_row(self, block: Any, layout: Layout, k: Tensor, v: Tensor) -> Tensor:
         """[B, D] a zero row with zeroed norms through the block: it still collects values and biases on its way."""

@@ -109,6 +109,11 @@ class Layout(ABC):
         self.rows = rows
 
     @property
+    def empty(self) -> bool:
+        """Known beforehand: no row is left, and a block has nothing to do."""
+        return False
+
+    @property
     def batch(self) -> int:
         return self.alive.shape[0]
 

@@ -29,6 +29,10 @@ class Gathered(Layout):
         self._starts: dict[int, Tensor] = {}
         self._aside: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
+    @property
+    def empty(self) -> bool:
+        return not self.places.shape[1]
+
     def _select(self, stay: Tensor, count: int | None) -> Tensor:
         """Keep the rows with stay [B, N]; returns their positions [B, n'] among the present rows."""
         n = same_count(stay, count)
@@ -169,7 +173,7 @@ class Gathered(Layout):
         out = self._parked
         if self._aside is not None:
             out = self._put(out, self._aside[0], self._aside[1])
-        return self._put(out, self.rows, self.places)
+        return out if self.empty else self._put(out, self.rows, self.places)
 
     def _put(self, out: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         """out [B, head_tokens, D] with those of the rows in it whose slots the head reads."""

@@ -110,7 +110,11 @@ def test_kinds_that_a_policy_does_not_have() -> None:
 # -- files ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("policy", "given", "kind"),
-    [("aht", {"beta": -1.0, "planner_blocks": (1,)}, "ragged"), ("tome", {"r": 3}, "topk")],
+    [
+        ("aht", {"beta": -1.0, "planner_blocks": (1,)}, "ragged"),
+        ("tome", {"r": 3}, "topk"),
+        ("static", {"depth": 1}, "topk"),  # no row is left for the last blocks
+    ],
 )
 def test_onnx_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra export")
