@@ -164,7 +164,7 @@ class Load:
             found = re.match(rb"HTTP/1.1 (\d+)", answer)
             self.codes[found[1].decode() if found else "no answer"] += 1
         except (OSError, TimeoutError):
-            self.codes["no answer"] += 1
+            self.codes["gone" if way == "gone" else "no answer"] += 1
         finally:
             writer.close()
 

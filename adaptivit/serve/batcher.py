@@ -4,13 +4,15 @@ Shapes: C x H x W an image, L blocks, P patches.
 
 A batch has room for a number of tokens (of the mean block). An image takes as many as recent images at its budget
 took: where 16 static images fill a batch, 32 of a model with half the tokens do, and budgets may differ within it. The
-image whose turn it is always goes (`turns.py`), and those behind it as they fit.
+image whose turn it is always goes (`turns.py`), and those behind it as they fit. Of a slow model a batch has room for
+what takes `longest` seconds, so that no client waits long for another's batch.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -32,7 +34,7 @@ from .memory import Trimmer
 from .metrics import Metrics
 from .turns import Asker, next_turn
 
-_MOMENTUM = 0.9  # of the moving mean of an image's tokens
+_MOMENTUM = 0.9  # of the moving means: an image's tokens, a token's time
 log = logging.getLogger("adaptivit.serve")
 
 
@@ -79,6 +81,7 @@ class Batcher:
         wait: float = 0.002,
         queue: int = 256,
         one: int | None = None,
+        longest: float = math.inf,
         metrics: Metrics | None = None,
     ) -> None:
         weight = next(model.parameters())
@@ -88,6 +91,7 @@ class Batcher:
         self.images = images or max(1, 4 * self.tokens // slots)
         self.wait, self.queue, self.metrics = wait, queue, metrics or Metrics()
         self.one = queue if one is None else one  # of the queue, for one client
+        self.longest, self._pace = longest, 0.0  # seconds of a pass; of a token, a moving mean
         self.costs = CostModel(model.whole or model.shape, slots)
         self._mean_tokens: dict[int | None, float] = {}  # in the mean block, by the budget's percentage of static
         self._waiting: list[Job] = []  # by turn
@@ -198,12 +202,16 @@ class Batcher:
             return self._fill()
 
     def _full(self) -> bool:
-        return len(self._waiting) >= self.images or sum(job.tokens for job in self._waiting) >= self.tokens
+        return len(self._waiting) >= self.images or sum(job.tokens for job in self._waiting) >= self._room()
+
+    def _room(self) -> float:
+        """Tokens of the next batch."""
+        return min(self.tokens, self.longest / self._pace) if self._pace else self.tokens
 
     def _fill(self) -> list[Job]:
         """The image whose turn it is, and of the others, in their order, those that fit."""
         batch: list[Job] = []
-        room = float(self.tokens)
+        room = self._room()
         for job in self._waiting:
             if len(batch) < self.images and (not batch or job.tokens <= room) and not job.answer.cancelled():
                 batch.append(job)
@@ -279,6 +287,8 @@ class Batcher:
 
     def _count(self, batch: list[Job], answers: list[Answer]) -> None:
         metrics, count, layers = self.metrics, len(batch), len(answers[0].live)
+        pace = answers[0].seconds / sum(job.tokens for job in batch)
+        self._pace = _MOMENTUM * (self._pace or pace) + (1 - _MOMENTUM) * pace
         for job, answer in zip(batch, answers, strict=True):
             key, mean = self._percentage(job.budget), sum(answer.live) / layers
             self._mean_tokens[key] = _MOMENTUM * self._mean_tokens.get(key, mean) + (1 - _MOMENTUM) * mean

@@ -8,6 +8,7 @@ Input `images`: FP32 [B, C, H, W], normalised as the model wants it; or BYTES [B
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def _image_shape(service: Service) -> list[int]:
 
 def read(service: Service, data: bytes) -> tuple[list[Any], Any, list[str], str | None]:
     """(images as tensors or as files, budget, names of the outputs wanted, id) of an inference request."""
-    given = read_json(data)
+    given = read_json(data, service.limits.max_images * math.prod(_image_shape(service)))
     inputs, number, parameters = given.get("inputs"), given.get("id"), given.get("parameters") or {}
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
         raise Refused(422, "inputs: expected a list with the one tensor 'images'.")

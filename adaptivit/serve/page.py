@@ -35,7 +35,7 @@ _HERE = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/style.css": "style.css", "/script.js": "script.js", "/icon.svg": "icon.svg"}
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _TURNS = 4  # of a measurement; the fastest counts
-_SECONDS = 0.4  # that a turn may take
+_SECONDS = 0.2  # that a turn may take
 _NAMED = 12  # classes that the page names, at most
 _COPIES = 32  # of an image, timed together, where there is time
 

@@ -24,6 +24,7 @@ from .turns import Asker, Room, Workers
 
 _WILD = 1e3  # no normalised pixel is as large
 _THREADS = 2  # that parse and decode
+_LONGEST = 0.25  # seconds of a batch
 T = TypeVar("T")
 
 
@@ -60,6 +61,7 @@ class Service:
             wait=wait,
             queue=self.limits.max_queue,
             one=max(share(self.limits.max_queue), self.limits.max_images),
+            longest=_LONGEST,
             metrics=self.metrics,
         )
         self._transform = model.preprocessing.evaluation()
@@ -131,7 +133,7 @@ class Service:
     async def tensors(self, request: Request, files: Sequence[bytes]) -> list[Tensor]:
         """[C, H, W] each, as the model reads it. All headers are read before the first image is decoded."""
         named = [(data, f"image {i}", self.limits) for i, data in enumerate(files, 1)]
-        pixels = await all_of(self.aside(request, len(one[0]), pixels_of, *one) for one in named)
+        pixels = await all_of(request, (self.aside(request, len(one[0]), pixels_of, *one) for one in named))
         most = f"at most {self.limits.max_request_pixels:g} million are taken"
         line = f"The images have too many pixels together; {most}."
         require(sum(pixels) <= self.limits.request_pixels, line, 413)
@@ -140,7 +142,7 @@ class Service:
             raise busy("Too many pixels wait to be decoded.")
         with self._pixels.held(client, count):
             jobs = zip(pixels, named, strict=True)
-            return await all_of(self.aside(request, n, self._tensor, *one) for n, one in jobs)
+            return await all_of(request, (self.aside(request, n, self._tensor, *one) for n, one in jobs))
 
     def _tensor(self, data: bytes, what: str, limits: Limits) -> Tensor:
         return self._transform(picture(data, what, limits))
@@ -151,7 +153,7 @@ class Service:
     ) -> list[Answer]:
         asker = Asker.of(request)
         jobs = [Job(image, budget, trace, asker) for image, budget in zip(images, given, strict=True)]
-        answers = await all_of(asyncio.wrap_future(f) for f in self.batcher.submit(jobs))
+        answers = await all_of(request, map(asyncio.wrap_future, self.batcher.submit(jobs)))
         for i, (image, answer) in enumerate(zip(images, answers, strict=True), 1):
             if not bool(answer.logits.isfinite().all()):
                 line = f"image {i}: the model's answer is not finite"
@@ -165,11 +167,22 @@ class Service:
         return record(said, answer.macs / 1e9, answer.static_macs / 1e9, answer.mean_depth, answer.live)
 
 
-async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
-    """All results. With the first that fails the others are cancelled."""
+async def all_of(request: Request, work: Iterable[Awaitable[T]]) -> list[T]:
+    """All results. With the first that fails, or when the client has gone, the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
+    gone = asyncio.ensure_future(_gone(request))
+    gone.add_done_callback(lambda _: [task.cancel() for task in tasks])
     try:
         return await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        if gone.done():
+            raise Refused(499, "The client has gone.") from None
+        raise
     finally:
-        for task in tasks:
+        for task in (*tasks, gone):
             task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -121,9 +121,10 @@ def test_bad_requests_are_told_in_one_line(client: httpx.Client) -> None:
         ({"data": {"top_k": "1"}}, 415, "Expected multipart/form-data or application/json."),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 400, "not JSON at line 1"),
-        ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400, "not JSON."),
-        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400, "not JSON."),
-        ({"content": b'{"top_k": NaN}', "headers": {"content-type": "application/json"}}, 400, "not JSON."),
+        ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400, "not JSON"),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400, "not JSON"),
+        ({"json": {"images": [0] * 2000}}, 413, "The JSON has too many values."),
+        ({"content": b'{"top_k": NaN}', "headers": {"content-type": "application/json"}}, 400, "not JSON"),
         ({"json": [1]}, 422, "Expected a JSON object, got a list."),
         ({"json": {}}, 422, "images: expected a list"),
         ({"json": {"images": 3}}, 422, "images: expected a list"),
@@ -164,7 +165,10 @@ def test_bad_v2_requests(client: httpx.Client) -> None:
         ({"inputs": [good | {"data": "AAAA"}]}, 422, "to be a list"),
         ({"inputs": [good | {"datatype": "BYTES", "shape": [2], "data": ["AA=="]}]}, 422, "got 1"),
         ({"inputs": [good], "outputs": [{"name": "boxes"}]}, 422, "got 'boxes'"),
-        ({"inputs": [good], "id": "\ud800"}, 422, "id: expected a printable string"),
+        ({"inputs": [good], "id": "\ud800"}, 400, "not JSON"),
+        ({"inputs": [good], "id": "\n"}, 422, "id: expected a printable string"),
+        ({"inputs": [good | {"data": [0] * 20_000}]}, 413, "too many values"),
+        ({"inputs": [{str(i): i for i in range(2000)}]}, 413, "too many values"),
         ({"inputs": [good], "parameters": {"budget": "much"}}, 422, "budget: expected"),
         ({"inputs": [good], "parameters": {"budget": 10**400}}, 422, "budget: expected"),
         ({"inputs": [good | {"data": [10**400] + [0] * 3071}]}, 422, "expected 3072 numbers"),
@@ -540,9 +544,10 @@ def test_the_command_runs_until_told_to_stop(
     assert "others on the network can reach this service; set ADAPTIVIT_TOKEN" in capsys.readouterr().err
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("static").save_pretrained(tmp_path / "model")
     kept = "adaptivit.serve.config"  # the command line has read it
     for name in [n for n in sys.modules if f"{n}.".startswith("adaptivit.serve.") and n != kept]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    assert "pip install 'adaptivit[serve]'" in failed(capsys, "nowhere")
+    assert "pip install 'adaptivit[serve]'" in failed(capsys, str(tmp_path / "model"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
 import adaptivit
-from adaptivit.serve import Job, Service
+from adaptivit.serve import Batcher, Job, Service
 from adaptivit.serve.batcher import QueueFull
 from adaptivit.serve.config import Limits, share
 from adaptivit.serve.turns import Asker, Room, Workers, next_turn
@@ -112,6 +115,32 @@ def test_decoding_ends_with_its_time_out(model: Any, monkeypatch: pytest.MonkeyP
         broken = [photo(), b"GIF89a" + b"\1" * 20, *[photo()] * 30]
         error(client.post("/v1/classify", files=files(*broken)), 422)  # by its header: nothing is decoded
         assert begun == []
+
+
+def test_work_of_a_client_that_has_gone_is_not_begun(model: Any) -> None:
+    service, go, begun = Service(model, wait=0.0), threading.Event(), []
+    service._tensor = lambda *given: begun.append(given) or go.wait(60)  # type: ignore
+    with running(service, with_page=False) as found:
+        line = socket.create_connection(("127.0.0.1", found.port), timeout=60)
+        request = httpx.Request("POST", found.address + "/v1/classify", files=files(*[photo()] * 8))
+        head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        line.sendall(f"POST /v1/classify HTTP/1.1\r\n{head}\r\n".encode() + request.read())
+        until(lambda: len(begun) == 2)  # a thread each
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        line.close()  # resets the connection
+        until(lambda: service.metrics.get("requests_total", route="/v1/classify", code=499) == 1)
+        go.set()
+        until(lambda: not service._workers._begun)
+    assert len(begun) == 2
+
+
+def test_a_slow_model_has_small_batches(model: Any) -> None:
+    batcher = Batcher(model, wait=0.5, longest=1.0)
+    assert batcher._room() == batcher.tokens
+    batcher._pace = 1 / (2.5 * 17)  # 2.5 images in a second
+    answers = [f.result(60).images for f in batcher.submit([Job(image) for image in pictures(4)])]
+    batcher.close()
+    assert answers[:2] == [2, 2]
 
 
 def test_pixels_of_a_request_and_of_all_are_limited(model: Any) -> None:
