@@ -166,6 +166,8 @@ def test_sharded_weights_train_like_whole_ones(tmp_path: Path, where: Path) -> N
         0.5,
         "--optim.lr",
         1e-4,
+        "--optim.warmup-epochs",
+        1,
         "--epochs",
         2,
     )
