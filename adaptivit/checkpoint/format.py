@@ -19,19 +19,18 @@ from ..backbones.build import describe_backbone
 from ..backbones.preprocessing import Preprocessing, Side
 from ..budget.curve import Calibration
 from ..cost import Shape
-from ..errors import UserError, WeightsError, first_line
+from ..errors import UserError, WeightsError
 from ..model import AdaptiveViT
 from ..policies.renamed import upgraded
 from ..utils.atomic_io import new_directory, write_bytes, write_text
 from ..utils.coerce import Count, Name, convert, require, up_to
 from ..utils.text import json_text
 from . import model_card
-from .place import checkpoint_at
-from .weights import State, read_shapes, read_weights, tensors
+from .place import LARGEST, checkpoint_at, read_object
+from .weights import State, digest_of, read_shapes, read_weights, tensors
 
 FORMAT = 3  # 1 had no digest of the weights, 1 and 2 other names of policies' settings
 FILES = ("model.safetensors", "config.json", "README.md", model_card.PICTURE)
-LARGEST = 8 * 2**20  # bytes of a config.json
 
 
 class _Changes(TypedDict, total=False):
@@ -170,7 +169,7 @@ class Stored:
     @functools.cached_property
     def digest(self) -> str:
         """Of model.safetensors."""
-        return _digest(self.place)
+        return digest_of(self.place / "model.safetensors")
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -198,19 +197,11 @@ def read(directory: str | Path, allow_nonfinite: bool = False) -> Stored:
     return Stored(place, config, read_shapes(place / "model.safetensors"), allow_nonfinite)
 
 
-def _digest(place: Path) -> str:
-    with (place / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory; errors are one line."""
     path = checkpoint_at(directory) / "config.json"
     try:
-        if path.stat().st_size > LARGEST:
-            raise UserError(f"expected at most {LARGEST >> 20} MiB of JSON, got {path.stat().st_size >> 20}.")
-        config: Any = json.loads(path.read_text())
-        require(isinstance(config, dict), "the file", "an object", config)
+        config = read_object(path)
         if not {"adaptivit", "policy", "format"} & set(config):
             raise WeightsError(f"Not a checkpoint of adaptivit: {path} was written by something else.")
         version = convert("format", config.get("format"), Count, strict=True)
@@ -218,9 +209,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             _check(config)
     except WeightsError:
         raise
-    except (UserError, ValueError, RecursionError) as error:
-        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}."
-        raise WeightsError(f"Damaged checkpoint: {path}: {what}") from None
+    except UserError as error:
+        raise WeightsError(f"Damaged checkpoint: {path}: {error}") from None
     if version > FORMAT:
         raise WeightsError(f"{directory} was saved by a newer adaptivit (format {version}); upgrade adaptivit.")
     config["task"] = config.get("task") or tasks.DEFAULT
@@ -238,7 +228,7 @@ def _upgrade(config: dict[str, Any], path: Path) -> None:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
     if "weights" not in config and (path.parent / "model.safetensors").is_file():
-        config["weights"] = {"sha256": _digest(path.parent)}
+        config["weights"] = {"sha256": digest_of(path.parent / "model.safetensors")}
     config["format"] = FORMAT
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from ..errors import WeightsError
+from ..errors import UserError, WeightsError, first_line
 from ..utils.atomic_io import recover
+from ..utils.coerce import require
+
+LARGEST = 8 * 2**20  # bytes of a config.json
 
 
 def checkpoint_at(path: str | Path) -> Path:
@@ -34,11 +38,24 @@ def checkpoint_at(path: str | Path) -> Path:
     return place
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file that anybody may have written."""
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise UserError(f"expected at most {LARGEST >> 20} MiB of JSON, got {size >> 20}.")
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{type(error).__name__}: {first_line(error)}.") from None
+    require(isinstance(found, dict), "the file", "an object", found)
+    return dict(found)
+
+
 def has_random_weights(weights: str | None) -> bool:
     """True without weights, and for a checkpoint that `adaptivit apply` wrote without any."""
     if weights is None or not Path(weights).is_dir():
         return weights is None
     try:
-        return json.loads((checkpoint_at(weights) / "config.json").read_text()).get("random_weights") is True
-    except (OSError, ValueError, AttributeError):  # the reader has the message
+        return read_object(checkpoint_at(weights) / "config.json").get("random_weights") is True
+    except (OSError, UserError):  # the reader has the message
         return False

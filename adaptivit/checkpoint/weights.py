@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,26 +38,43 @@ def read_weights(path: str | Path, allow_nonfinite: bool = False) -> State:
     path = Path(path)
     if not path.is_file():
         raise WeightsError(f"Weights not found: {path}.")
-    try:
-        if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors":
+        try:
             state: Any = load_file(str(path))
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can raise anything
-        if isinstance(error, pickle.UnpicklingError) and ("GLOBAL" in str(error) or "REDUCE" in str(error)):
-            raise WeightsError(
-                f"{path} holds more than weights and would run code on loading; it was not loaded. "
-                "Save a plain state dict, best as .safetensors."
-            ) from None
-        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
+    else:
+        state = read_pickle(path)
     for wrapper in ("state_dict", "model", "state_dict_ema", "model_ema"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
-    if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
+    if not isinstance(state, dict) or not state or not all(isinstance(k, str) and _plain(v) for k, v in state.items()):
         raise WeightsError(f"{path} holds no state dict (expected a mapping of names to tensors).")
     if not allow_nonfinite:
         check_finite(state, str(path))
     return {k.removeprefix("module."): v for k, v in state.items()}
+
+
+def read_pickle(path: str | Path) -> Any:
+    """What torch.save wrote, where it is tensors and plain values; nothing is run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other protocols
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # whose text is advice to trust the file
+        raise WeightsError(
+            f"{path} is no file of torch.save, or holds more than weights, which would run code on loading; it was not "
+            "loaded. Save a plain state dict, best as .safetensors."
+        ) from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
+
+
+def _plain(value: object) -> bool:
+    """Whether it is a tensor that holds all its numbers, not a view larger than its storage."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
+        return False
+    return not value.is_quantized and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def read_shapes(path: str | Path) -> State:
@@ -69,6 +88,11 @@ def read_shapes(path: str | Path) -> State:
             return {k: torch.empty(v.get_shape(), dtype=kinds[k], device="meta") for k, v in slices.items()}
     except (SafetensorError, OSError, RuntimeError) as error:
         raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
@@ -147,9 +171,3 @@ def refill(model: AdaptiveViT, state: Mapping[str, Tensor]) -> None:
     """Give a model, sharded or not, the weights of a whole state dict."""
     own = model.state_dict()
     model.load_state_dict({k: like(own[k], v.to(own[k].dtype)) for k, v in state.items()})
-
-
-def load_tensors(model: AdaptiveViT, directory: str | Path) -> None:
-    """Fill a model with the weights of a directory, in the model's own precision."""
-    path = Path(directory) / "model.safetensors"
-    fill(model, read_weights(path), str(path))

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from ..errors import UserError, reason_of
 from ..tasks.protocol import Task
 from ..utils import plotting
 from ..utils.atomic_io import write_text
+from ..utils.coerce import shown
 from ..utils.csv import csv_text
 from ..utils.plotting import ACCENT, COLOURS, INK, MUTED, headline
 
@@ -27,9 +29,21 @@ _TERMS = {
 
 
 def read(path: Path) -> list[Record]:
-    """Read the complete lines of a log; none without a file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    """Read the complete lines of a log; none without a file. A damaged line is an error, but one cut off at the end."""
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+    return [*records, _record(path, len(lines) + 1, last)] if last.endswith(b"}") else records
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record: Record = json.loads(line)
+        if record["kind"] in ("train", "validation") and type(record["step"]) is int and record["step"] > 0:
+            return record
+        why = f"step {shown(record['step'])}, kind {shown(record['kind'])}"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = reason_of(error)
+    raise UserError(f"{path} is damaged in line {number} ({why}). Remove that line, or the file.") from None
 
 
 def write_tables(records: Sequence[Record], where: Path) -> None:

@@ -127,12 +127,14 @@ def _fit(
     _probe(trainer, val)
     accelerator.wait_for_everyone()  # every process has read OUT
     run.left_out |= dict.fromkeys((*train_set.left_out, *val_set.left_out))
+    start = run.restore(trainer, config.epochs * (len(images) // config.batch_size)) if config.resume else 0
     run.open()
-    start = run.restore(trainer) if config.resume else 0
     if show and accelerator.is_main_process:
         announce(f"train {model.policy_name} on {config.backbone}", *_facts(trainer, images, val))
         _warn_of_few_steps(config, len(images))
     run.name_left_out()
+    if config.resume:
+        run.say(f"resumed after step {start}" if start else "no checkpoint yet: starting from the beginning")
     if start == 0 and config.gate_init:
         with trainer.whole(averaged=False) as whole:
             run.say(init_gate(whole, policy_settings, config, val_set, accelerator.device))

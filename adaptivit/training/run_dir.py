@@ -11,6 +11,7 @@ OUT/model/           the final model (adaptivit.load)
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from io import BytesIO
@@ -25,10 +26,12 @@ from safetensors.torch import save
 
 from .. import tasks
 from ..checkpoint import weights as checkpoint
-from ..errors import NotFiniteError, UserError, WeightsError
+from ..checkpoint.weights import digest_of
+from ..errors import NotFiniteError, UserError, WeightsError, reason_of
 from ..evaluation.evaluate import Result
 from ..utils import environment
 from ..utils.atomic_io import new_directory, recover, write_bytes, write_json
+from ..utils.coerce import require, shown
 from ..utils.console import bars, left_out
 from ..utils.settings import flat
 from ..utils.sharded import like, whole
@@ -72,12 +75,13 @@ class RunDirectory:
             return
         try:
             old = dict(json.loads((self.path / "config.json").read_text())["config"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"--resume: {self.path / 'config.json'} is damaged.") from None
         if renamed := [f"{name} is {RENAMED[name] or 'gone'} now" for name in old if name in RENAMED]:
             raise UserError(f"--resume: an older version began {self.path}: {'; '.join(renamed[:4])}. Start anew.")
         new = json.loads(json.dumps(flat(self.config)))
-        differ = [f"{k} (was {old.get(k)!r}, now {new[k]!r})" for k in new if k not in FREE and old.get(k) != new[k]]
+        other = [k for k in new if k not in FREE and old.get(k) != new[k]]
+        differ = [f"{k} (was {shown(old.get(k))}, now {new[k]!r})" for k in other]
         if differ:
             raise UserError(f"--resume: {self.path} was started with another configuration: {'; '.join(differ[:4])}.")
 
@@ -95,7 +99,7 @@ class RunDirectory:
         """Entries of earlier starts; none if the file is damaged."""
         try:
             found = json.loads((self.path / "environment.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return []
         return found if isinstance(found, list) else []
 
@@ -139,47 +143,58 @@ class RunDirectory:
             average = None if average is None else {k: whole(v).cpu() for k, v in average.items()}
         if not self.main:
             return
-        state = BytesIO()
-        torch.save({"step": step, "optimizer": optimizer, "average": average}, state)
+        state, model = BytesIO(), save({k: v.cpu().clone() for k, v in weights.items()})
+        digest = hashlib.sha256(model).hexdigest()
+        torch.save({"step": step, "weights": digest, "optimizer": optimizer, "average": average}, state)
         with new_directory(self.path / "checkpoint") as place:
-            write_bytes(place / "model.safetensors", save({k: v.cpu().clone() for k, v in weights.items()}))
+            write_bytes(place / "model.safetensors", model)
             write_bytes(place / "training.pt", state.getvalue())
 
-    def restore(self, trainer: Trainer) -> int:
-        """Load the last checkpoint into the trainer; returns the number of steps done (0 without one)."""
+    def restore(self, trainer: Trainer, steps: int) -> int:
+        """Load the last checkpoint into the trainer; returns how many of all its steps are done (0 without one)."""
         place = self.path / "checkpoint"
         if self.main:
             recover(place)
             recover(self.path / "model")
         trainer.accelerator.wait_for_everyone()
+        records = log_plots.read(self.path / "log.jsonl")
         if not place.exists():
-            self.say("no checkpoint yet: starting from the beginning")
-            self._truncate_log(0)
+            self._truncate_log(records, 0)
             return 0
-        checkpoint.load_tensors(trainer.model, place)
+        weights, file = place / "model.safetensors", place / "training.pt"
+        state = checkpoint.read_pickle(file)
         try:
-            state = torch.load(place / "training.pt", map_location="cpu", weights_only=True)
+            step, average, digest = state["step"], state["average"], state.get("weights")
+            require(type(step) is int and 0 < step <= steps, "step", f"1..{steps}", step)
+            if digest not in (None, digest_of(weights)):  # None: of an older version
+                raise WeightsError(f"{weights} is not of the step that training.pt beside it is of")
+            checkpoint.fill(trainer.model, checkpoint.read_weights(weights), str(weights))
             if trainer.copy is None:
                 trainer.optimizer.load_state_dict(state["optimizer"])
             else:
                 fsdp.load_optimizer(trainer.optimizer, state["optimizer"])
-            step, average = int(state["step"]), state["average"]
+            for parameter, values in trainer.optimizer.state.items():
+                shapes = {tuple(v.shape) for v in values.values() if isinstance(v, torch.Tensor) and v.ndim}
+                require(shapes <= {tuple(parameter.shape)}, "optimizer", "AdamW's state of these weights", shapes)
             if trainer.average is not None:
                 own = trainer.average.values
-                checkpoint.check_fit(own, average, str(place / "training.pt"))
+                require(isinstance(average, dict), "average", "weights", average)
+                checkpoint.check_fit(own, average, str(file))
+                checkpoint.check_finite(average, str(file))
                 trainer.average.values = {k: like(own[k], v) for k, v in average.items()}
-        except Exception as error:
-            raise WeightsError(f"Damaged checkpoint: {place / 'training.pt'} ({type(error).__name__}).") from None
-        self.say(f"resumed after step {step}")
-        self._truncate_log(step)
+        except Exception as error:  # what a file holds can fail in any way
+            raise WeightsError(
+                f"--resume: damaged checkpoint {file}: {reason_of(error).rstrip('.')}. Take checkpoint/ from a copy of "
+                f"the run; or remove it, and the run begins anew."
+            ) from None
+        self._truncate_log(records, step)
         return step
 
-    def _truncate_log(self, step: int) -> None:
+    def _truncate_log(self, records: list[dict[str, Any]], step: int) -> None:
         """Remove the lines of steps after the checkpoint, which are taken again."""
-        path = self.path / "log.jsonl"
-        if self.main and path.exists():
-            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-            write_bytes(path, "".join(f"{x}\n" for x in lines if json.loads(x)["step"] <= step).encode())
+        if self.main and (self.path / "log.jsonl").exists():
+            kept = "".join(f"{json_text(record)}\n" for record in records if record["step"] <= step)
+            write_bytes(self.path / "log.jsonl", kept.encode())
 
     def show(self, last: bool = False) -> None:
         """Write the log as tables, and once a minute as a picture."""

@@ -37,11 +37,12 @@ def up_to(most: int, least: int = 1) -> Check:
 _hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
+shown = _short.repr  # of a value that may be of any size
 
 
 def require(ok: bool, name: str, expected: str, value: object) -> None:
     if not ok:
-        raise UserError(f"{name}: expected {expected}, got {_short.repr(value)}.")
+        raise UserError(f"{name}: expected {expected}, got {shown(value)}.")
 
 
 def convert(name: str, value: Any, kind: Any, strict: bool = False) -> Any:
@@ -58,7 +59,7 @@ def convert(name: str, value: Any, kind: Any, strict: bool = False) -> Any:
         return _record(name, value, kind, strict)
     if origin is Literal:
         if value not in arguments:
-            raise unknown(f"value of {name}:", value if isinstance(value, str) else _short.repr(value), arguments)
+            raise unknown(f"value of {name}:", value if isinstance(value, str) else shown(value), arguments)
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None or (value == "none" and not strict):
@@ -84,7 +85,7 @@ def convert(name: str, value: Any, kind: Any, strict: bool = False) -> Any:
             return True
         if str(value).lower() in ("false", "0", "no"):
             return False
-        raise UserError(f"{name}: expected true or false, got {_short.repr(value)}.")
+        raise UserError(f"{name}: expected true or false, got {shown(value)}.")
     try:
         if (kind is int or strict) and isinstance(value, bool):
             raise ValueError
@@ -95,7 +96,7 @@ def convert(name: str, value: Any, kind: Any, strict: bool = False) -> Any:
         number = kind(value) if not (kind is int and isinstance(value, str)) else int(value)
     except (TypeError, ValueError, OverflowError):
         wanted = {"int": "a whole number", "float": "a number"}.get(getattr(kind, "__name__", ""), str(kind))
-        raise UserError(f"{name}: expected {wanted}, got {_short.repr(value)}.") from None
+        raise UserError(f"{name}: expected {wanted}, got {shown(value)}.") from None
     if kind is float and not math.isfinite(number):
         raise UserError(f"{name}: expected a finite number, got {number}.")
     return number

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
+import re
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import adaptivit
 from adaptivit.errors import UserError, WeightsError
+from tests.support.checkpoints import Bomb
 from tests.support.commands import refused
 from tests.support.models import TINY, pictures, tiny
 
@@ -122,7 +127,7 @@ def test_backbones_that_are_not_those_of_the_weights(what: str, saved: Path, tmp
     assert str(place) in refused(capsys, "demo", place)
 
 
-def test_hostile_in_other_ways(saved: Path, tmp_path: Path) -> None:
+def test_hostile_in_other_ways(saved: Path, tmp_path: Path, capsys: Any) -> None:
     text = (saved / "config.json").read_text()
     huge_image = {"backbone": {"changes": {"num_classes": 10, "img_size": [8192, 8192]}}}
     for number, wrong in enumerate(
@@ -147,7 +152,9 @@ def test_hostile_in_other_ways(saved: Path, tmp_path: Path) -> None:
             changed(json.loads(text), ("settings", "planner_width"), 1e300),
         ]
     ):
-        assert held(write(tmp_path / f"{number}", wrong, saved)), wrong[:100]
+        place = write(tmp_path / f"{number}", wrong, saved)
+        assert held(place), wrong[:100]
+        assert str(place) in refused(capsys, "visualize", place, "--images", place / "config.json")
 
 
 def test_a_narrow_checkpoint_is_not_built_by_what_it_says(tmp_path: Path) -> None:
@@ -160,3 +167,34 @@ def test_a_narrow_checkpoint_is_not_built_by_what_it_says(tmp_path: Path) -> Non
         with pytest.raises(WeightsError, match="changed"):
             adaptivit.create(TINY, "tome", weights=place)
         assert time.process_time() - begun < SECONDS
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_of_any_protocol_is_one_line_without_advice_to_trust_it(protocol: int, tmp_path: Path) -> None:
+    bomb = Bomb(tmp_path / "ran")
+    plain, saved, legacy = pickle.dumps({"a": bomb}, protocol=protocol), io.BytesIO(), io.BytesIO()
+    torch.save({"a": bomb}, saved, pickle_protocol=protocol)
+    torch.save({"a": bomb}, legacy, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    harmless = pickle.dumps({"a": 1.0}, protocol=protocol)
+    for data in (plain, saved.getvalue(), legacy.getvalue(), harmless, pickle.dumps(np.ones(3), protocol=protocol)):
+        (tmp_path / "weights.pth").write_bytes(data)
+        with pytest.raises(WeightsError, match=r"weights\.pth") as caught:
+            adaptivit.create(TINY, "static", weights=tmp_path / "weights.pth")
+        assert not re.search(r"\n|trust|weights_only|\x1b", str(caught.value))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"head.bias": torch.zeros(1).expand(10**12)},
+        {"head.bias": torch.empty(10, device="meta")},
+        {"head.bias": torch.zeros(10).to_sparse()},
+        {1: torch.zeros(10)},
+    ],
+    ids=["larger_than_stored", "meta", "sparse", "number"],
+)
+def test_tensors_that_are_no_weights(odd: dict[Any, Any], tmp_path: Path) -> None:
+    torch.save(odd, tmp_path / "weights.pth")
+    with pytest.raises(WeightsError, match=r"weights\.pth"):
+        adaptivit.create(TINY, "static", weights=tmp_path / "weights.pth")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import re
 import shutil
 import signal
 import time
@@ -16,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 import tyro
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import adaptivit
 from adaptivit.training.config import TrainConfig
 from adaptivit.training.run import Trainer, fit
+from tests.support.checkpoints import Bomb
 from tests.support.commands import SMALL, assert_same_weights, log, refused, train, weights
 from tests.support.data_sets import split_folder
 from tests.support.processes import LIMIT, begin
@@ -211,22 +214,60 @@ def test_resume_without_a_run_and_a_run_without_resume(whole: Any, tmp_path: Pat
     assert_same_weights(weights(whole[0].parent / "out"), whole[1])
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("training.pt", "cut"), ("training.pt", "text"), ("training.pt", "other"), ("model.safetensors", "cut")],
-)
-def test_a_damaged_checkpoint_is_named(whole: Any, tmp_path: Path, capsys: Any, name: str, content: str) -> None:
+def grown(state: Any) -> None:
+    next(iter(state["optimizer"]["state"].values()))["exp_avg"] = torch.zeros(7)
+
+
+STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no_step": (lambda state: state.pop("step"), "KeyError"),
+    "negative": (lambda state: state.update(step=-5), r"step: expected 1\.\.9, got -5"),
+    "later": (lambda state: state.update(step=10**9), r"step: expected 1\.\.9, got 1000000000"),
+    "half": (lambda state: state.update(step=1.5), r"step: expected 1\.\.9, got 1\.5"),
+    "no_average": (lambda state: state.update(average=None), "average: expected weights, got None"),
+    "nan": (lambda state: state["average"]["vit.norm.bias"].fill_(float("nan")), "not finite"),
+    "optimizer": (grown, r"AdamW's state .*\(7,\)"),
+}
+WEIGHTS = {"cut": b"cut", "other_step": b""}
+
+
+@pytest.mark.parametrize("damage", [*STATES, *WEIGHTS, "text", "pickle"])
+def test_a_damaged_checkpoint_is_named(whole: Any, tmp_path: Path, capsys: Any, damage: str) -> None:
     shutil.copytree(whole[0].parent / "out", tmp_path / "out")
-    file = tmp_path / "out" / "checkpoint" / name
-    if content == "other":
+    file, weights = (tmp_path / "out/checkpoint" / name for name in ("training.pt", "model.safetensors"))
+    message = ""
+    if damage in STATES:
         state = torch.load(file, weights_only=True)
-        torch.save({"optimizer": state["optimizer"]}, file)
+        STATES[damage][0](state)
+        torch.save(state, file)
+        message = STATES[damage][1]
+    elif damage == "other_step":  # as good as the right ones
+        stored = load_file(weights)
+        save_file({k: v + 0.01 for k, v in stored.items()}, weights)
+        message = "model.safetensors is not of the step"
     else:
-        file.write_bytes({"cut": file.read_bytes()[:1000], "text": b"hello"}[content])
-    assert str(file) in refused(capsys, *words(whole, tmp_path / "out", "--resume"))
+        where = weights if damage == "cut" else file
+        content = {"cut": file.read_bytes()[:1000], "text": b"hello", "pickle": pickle.dumps(Bomb(tmp_path / "ran"))}
+        where.write_bytes(content[damage])
+        message = re.escape(str(where))
+    line = refused(capsys, *words(whole, tmp_path / "out", "--resume"))
+    assert re.search(message, line), line
+    assert str(tmp_path / "out/checkpoint") in line
+    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"config": 3}', "\xff"])
+@pytest.mark.parametrize(
+    "line",
+    ["garbage", "{}", "[1]", '{"kind": "train", "step": "3"}', '{"kind": "train", "step": -1}', "\0" * 99, "[" * 9999],
+)
+def test_a_damaged_log_is_named(whole: Any, tmp_path: Path, capsys: Any, line: str) -> None:
+    shutil.copytree(whole[0].parent / "out", tmp_path / "out")
+    log = tmp_path / "out/log.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    assert f"{log} is damaged in line 3 (" in refused(capsys, *words(whole, tmp_path / "out", "--resume"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 9999, "{}", '{"config": 3}', "\xff"])
 def test_a_damaged_configuration_is_named(whole: Any, tmp_path: Path, capsys: Any, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     assert "config.json is damaged" in refused(capsys, *words(whole, tmp_path, "--resume"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import statistics
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...evaluation.evaluate import Result
+from ...training import log_plots
 from ...utils.atomic_io import write_bytes, write_text
 from ...utils.console import show
 from ...utils.csv import csv_text
@@ -210,7 +210,7 @@ def _curves(table: Table, jobs: Sequence[Job]) -> Iterator[Curve]:
         path = Path(job.training.out) / "log.jsonl"
         if not (job.trains and path.exists() and (job.needs or not table.training)):
             continue
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        records = log_plots.read(path)
         known, kept = ([r for r in records if r["kind"] == wanted] for wanted in ("validation", kind))
         parts = [kept[i : i + group] for i in range(0, len(kept), group)]
         if known and parts:
