@@ -52,12 +52,16 @@ def of_recipe(name: str) -> TrainConfig:
 
 def of_policy(policy: str | None) -> TrainConfig:
     """A policy with the losses and settings of its own recipe, as `compare` takes them."""
-    from ..policies import get, spec
+    from ..policies import get, names, spec
     from ..training.methods import parse_method
 
     missing: Any = tyro.MISSING
     plain = TrainConfig(missing) if policy is None else TrainConfig(missing, policy=policy)
-    return parse_method(plain.policy, plain) if get(spec.parse(plain.policy)[0]).recipe else plain
+    name = plain.policy.partition(":")[0]
+    if name not in names() or not get(name).recipe:
+        return plain
+    spec.parse(plain.policy)  # a method may name a recipe, a policy has settings alone
+    return parse_method(plain.policy, plain)
 
 
 COMMAND = Command(
