@@ -1,9 +1,9 @@
 """Measure what each position of a policy's dial costs, on unlabelled images.
 
 A dial that fixes counts costs the same for every image, so one image is enough: the interval of positions is halved
-where neighbours differ by more than half a token a block. A dial that shifts scores has no bounds: the interval is
-doubled until almost nothing more changes, then halved on a few images down to COARSE, and the positions so found are
-measured on all images.
+where neighbours differ by more than 2 % of the tokens, around the budget and every tenth by more than half a token. A
+dial that shifts scores has no bounds: the interval is doubled until almost nothing more changes, then halved on a few
+images down to COARSE, and the positions so found are measured on all images.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 COARSE = 0.045  # of static's MACs
 MOST = 400  # positions
+APART = 0.02  # of the tokens: two steps of a dial that fixes counts
 FEW = 32  # images for the search of positions
 NEAR = 0.001  # of static's MACs: how closely a budget is met on the images of the curve
 TRIES = 5  # at that
@@ -88,7 +89,11 @@ def calibrate(
     training = model.training
     model.eval()
     try:
-        points = _shifts(model, batches, static, progress) if continuous else _steps(model, batches)
+        points = (
+            _shifts(model, batches, static, progress)
+            if continuous
+            else _steps(model, batches, static, wanted, progress)
+        )
         curve = Calibration(
             dial=traits.dial,
             continuous=continuous,
@@ -124,28 +129,46 @@ def _batches(model: AdaptiveViT, images: Tensor | Sequence[Tensor], batch_size: 
 
 
 # -- the curve -------------------------------------------------------------------------------------------------------
-def _steps(model: AdaptiveViT, batches: Sequence[Tensor]) -> list[Point]:
-    """Every step of a dial that fixes counts, from dear to cheap."""
-    meter = Meter(model, [batches[0][:1]])
+class _Counter:
+    """Tells of passes done, and of all as far as known."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress, self.done, self.total = progress, 0, 0
+
+    def __call__(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, max(self.total, self.done))
+
+
+def _steps(
+    model: AdaptiveViT, batches: Sequence[Tensor], static: float, wanted: Budget | None, progress: Progress | None
+) -> list[Point]:
+    """Steps of a dial that fixes counts, from dear to cheap: of a token around the budget and every tenth."""
+    step = _Counter(progress)
+    meter = Meter(model, [batches[0][:1]], step)
     dear, cheap = model.policy.positions()
     if model.policy.traits.dial == "depth":  # whole blocks
+        step.total = int(dear - cheap) + 1
         return [meter(float(depth)) for depth in range(int(dear), int(cheap) - 1, -1)]
-    return _halved(meter, [meter(dear), meter(cheap)], lambda a, b: a.live - b.live > 0.5, abs(dear - cheap) / 1024)
+    goals = [static * tenth / 10 for tenth in range(1, 10)]
+    if wanted is not None and wanted.ms is None and not wanted.free:
+        goals.append(wanted.macs or (wanted.share or 0.0) * static)
+    apart = max(0.5, APART * model.shape.tokens)
+    step.total = min(MOST, round(2.5 / APART))
+
+    def wide(a: Point, b: Point) -> bool:
+        gap = a.live - b.live
+        return gap > apart or (gap > 0.5 and any(b.macs < goal < a.macs for goal in goals))
+
+    return _halved(meter, [meter(dear), meter(cheap)], wide, abs(dear - cheap) / 1024)
 
 
 def _shifts(model: AdaptiveViT, batches: Sequence[Tensor], static: float, progress: Progress | None) -> list[Point]:
     """The curve of a shift, from dear to cheap."""
-    few = _first(batches, FEW)
-    done, total = 0, 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, max(total, done))
-
+    few, step = _first(batches, FEW), _Counter(progress)
     pilot = Meter(model, few, step)
-    total = 25 * len(few) + 22 * len(batches)
+    step.total = 25 * len(few) + 22 * len(batches)
     ends = []
     for sign in (-1.0, 1.0):
         far, near = pilot(sign * FAR), 1.0
@@ -154,7 +177,7 @@ def _shifts(model: AdaptiveViT, batches: Sequence[Tensor], static: float, progre
         ends.append(sign * near)
     found = _halved(pilot, [pilot(end) for end in ends], lambda a, b: a.macs - b.macs > COARSE * static, 1e-4)
     positions = [p.position for p in found]
-    total = done + len(positions) * len(batches)
+    step.total = step.done + len(positions) * len(batches)
     meter = Meter(model, batches, step)
     return _halved(meter, [meter(p) for p in positions], lambda a, b: a.macs - b.macs > 1.3 * COARSE * static, 1e-4)
 

@@ -102,7 +102,10 @@ def _without_images(model: AdaptiveViT, budget: str, latency_batch: int | None) 
         )
     shape = (1, model.backbone.in_chans, *model.backbone.image_size)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    model.calibrate(noise, budget, latency_batch=latency_batch)
+    where = device_name(next(model.parameters()).device)
+    announce(f"calibrate {model.policy_name}", "without images: every image costs the same", where)
+    with bar("calibrate") as progress:
+        model.calibrate(noise, budget, latency_batch=latency_batch, progress=progress)
     return check_budgets(model, noise, _own(budget))
 
 
@@ -147,8 +150,8 @@ def costs_now(model: AdaptiveViT, place: Path, rows: Sequence[Check]) -> str:
     """The last line: what a checkpoint costs from now on, whether that is the goal, and what to do."""
     curve, again = model.calibration, f"adaptivit calibrate {place}"
     if model.budget is None or curve is None:
-        cost = "" if curve is None else f", {_cost_of(curve.settings.macs, curve)}"
-        return f"{place} costs what its settings say{cost}; to change that: {again} --data IMAGES --budget -33%"
+        data, cost = (" --data IMAGES", "") if curve is None else ("", f", {_cost_of(curve.settings.macs, curve)}")
+        return f"{place} costs what its settings say{cost}; to change that: {again}{data} --budget -33%"
     device = next(model.parameters()).device
     wanted = curve.wanted(budgets.parse(model.budget), device_name(device))
     position = model.budget_state.position(device)
