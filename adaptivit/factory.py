@@ -39,11 +39,14 @@ def create(
     """Make a ViT adaptive.
 
     backbone: a timm name, a module of a family (used as it is, not copied), or arguments of timm's VisionTransformer.
+    timm's hf-hub:USER/NAME and local-dir:PATH bring their weights, unless weights=False.
     weights: a .safetensors or .pth file in the module's keys, a directory saved by us, or True for timm's own download.
     A num_classes other than the weights' replaces the head; an img_size other than theirs resizes the position
     embedding. allow_nonfinite takes weights with NaN or infinity, which are refused. The rest are the policy's settings
     (adaptivit.settings).
     """
+    source = isinstance(backbone, str) and ":" in backbone  # hf-hub:, local-dir:
+    weights = True if source and weights is None else weights
     make(policy, policy_settings)  # a bad setting is an error before anything is built or downloaded
     if isinstance(weights, (str, Path)) and Path(weights).is_dir():
         changes = {"num_classes": num_classes, "img_size": img_size, "drop_path_rate": drop_path_rate}
@@ -51,7 +54,8 @@ def create(
     state = read_weights(weights, allow_nonfinite) if isinstance(weights, (str, Path)) else {}
     classes, keep_head = _classes(num_classes, backbone, state)
     vit = build_backbone(backbone, classes, img_size, drop_path_rate, pretrained=weights is True)
-    model = AdaptiveViT(vit, policy, policy_settings, backbone if isinstance(backbone, str) else None)
+    name = vit.pretrained_cfg.get("architecture") if source else backbone if isinstance(backbone, str) else None
+    model = AdaptiveViT(vit, policy, policy_settings, name)
     if state:
         _adopt(model, state, str(weights))
         fit_backbone(vit, state, str(weights), replace_head=not keep_head)
@@ -195,7 +199,7 @@ def _from_directory(
 def _is_same(backbone: Any, policy: str, config: dict[str, Any], directory: Path) -> bool:
     """Whether a checkpoint is of the same policy; one of another backbone or of a third policy is refused."""
     name, held = config["backbone"].get("name"), config["policy"]
-    if isinstance(backbone, str) and name is not None and backbone != name:
+    if isinstance(backbone, str) and name not in (None, backbone) and ":" not in backbone:
         raise WeightsError(f"{directory} holds the backbone {name!r}, but {backbone!r} was asked for.")
     if held not in ("static", policy) and policy != "static":
         raise WeightsError(f"{directory} holds the policy {held!r}, but {policy!r} was asked for.")

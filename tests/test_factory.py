@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
@@ -22,6 +23,7 @@ from adaptivit.errors import UserError, WeightsError
 from adaptivit.policies import registry
 from adaptivit.utils import atomic_io
 from tests.support.checkpoints import Bomb, same_tensors
+from tests.support.commands import refused, run
 from tests.support.models import BACKBONES, TINY, pictures, randomise, tiny
 
 
@@ -284,3 +286,42 @@ def test_a_policy_of_ones_own(tmp_path: Path, monkeypatch: Any) -> None:
         adaptivit.register_policy("other", dict)
     with pytest.raises(UserError, match="subclass"):
         adaptivit.register_policy("other", Settings)(dict)  # type: ignore[type-var]
+
+
+# -- names of a place -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A directory as timm writes it for local-dir: and the Hub."""
+    import timm
+
+    torch.manual_seed(0)
+    module = timm.create_model("test_vit", num_classes=7, img_size=32)
+    (tmp_path / "local").mkdir()
+    save_file(module.state_dict(), tmp_path / "local/model.safetensors")
+    cfg = {"mean": [0.1] * 3, "num_classes": 7, "input_size": [3, 32, 32], "classifier": "head"}
+    about = {"architecture": "test_vit", "num_classes": 7, "pretrained_cfg": cfg, "model_args": {"img_size": 32}}
+    (tmp_path / "local/config.json").write_text(json.dumps(about))
+    return tmp_path / "local"
+
+
+def test_a_local_directory_of_timms_brings_its_weights(local: Path, tmp_path: Path, capsys: Any) -> None:
+    name, stored = f"local-dir:{local}", load_file(local / "model.safetensors")
+    model = adaptivit.create(name, "tome", r=2)
+    assert all(torch.equal(v, stored[k]) for k, v in model.vit.state_dict().items())
+    assert (model.backbone_name, model.shape.classes, model.preprocessing.mean) == ("test_vit", 7, (0.1,) * 3)
+    model.save_pretrained(tmp_path / "saved")
+    assert "local" not in (tmp_path / "saved/config.json").read_text()  # what lies there may be another one tomorrow
+    again = adaptivit.load(tmp_path / "saved")
+    assert torch.equal(again(pictures(2)).logits, model(pictures(2)).logits)
+    for asked in (name, "test_vit"):
+        made = adaptivit.create(asked, "tome", weights=tmp_path / "saved")
+        assert torch.equal(made(pictures(2)).logits, model(pictures(2)).logits)
+    fresh = adaptivit.create(name, "static", weights=False)
+    assert not torch.equal(fresh.vit.head.weight, stored["head.weight"])
+    images = tmp_path / "images"
+    images.mkdir()
+    Image.new("RGB", (32, 32)).save(images / "a.png")
+    assert run("predict", images, "--backbone", name, "--policy", "tome:r=2") == 0
+    assert "random" not in capsys.readouterr().err
+    for wrong in (f"local-dir:{tmp_path}", "elsewhere:x", "local-dir:"):
+        assert "timm could not make" in refused(capsys, "predict", images, "--backbone", wrong)

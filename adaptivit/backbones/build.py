@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import nn
 
-from ..errors import UnsupportedBackbone, UserError, WeightsError
+from ..errors import UnsupportedBackbone, UserError, WeightsError, first_line
 from . import family_named, family_of
 from .names import check_name
 from .protocol import Backbone
@@ -42,6 +42,8 @@ def build_backbone(
     given = {name: value for name, value in asked.items() if value is not None}
     if not isinstance(backbone, str):
         return family_named(family).build(dict(backbone) | given)
+    if ":" in backbone:
+        return _from_source(backbone, pretrained, given)
     if backbone != "digits_vit":
         return _from_timm(backbone, pretrained, given)
     if pretrained:
@@ -79,7 +81,8 @@ def _from_timm(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
         hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
         raise UserError(f"Unknown timm model {name!r}.{hint}")
     logging.getLogger("timm").setLevel(logging.WARNING)
-    check_name(name)
+    if torch.get_default_device().type != "meta":  # where it would cost memory to find out
+        check_name(name)
     try:
         return timm.create_model(name, pretrained=pretrained, **given)
     except TypeError as error:
@@ -90,26 +93,38 @@ def _from_timm(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
         raise WeightsError(f"timm could not download the weights of {name}: {error}") from None
 
 
+def _from_source(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
+    """hf-hub:USER/NAME or local-dir:PATH, as timm takes them: config.json says what it is."""
+    logging.getLogger("timm").setLevel(logging.WARNING)
+    try:
+        return timm.create_model(name, pretrained=pretrained, **given)
+    except Exception as error:  # no such place, no network, another config.json, weights that do not fit
+        raise WeightsError(f"timm could not make {name} ({type(error).__name__}: {first_line(error)}).") from None
+
+
 def describe_backbone(backbone: Backbone, name: str | None) -> dict[str, Any]:
     """What `rebuild` needs to make this backbone again; refuses what it could not describe."""
     shape = backbone.inspect()
     changes = {"num_classes": shape.outputs, "img_size": list(backbone.image_size)}
-    described: dict[str, Any] = {"name": name, "changes": changes}
-    if name is None:
-        described |= {"family": backbone.family, "kwargs": backbone.arguments()}
-    with torch.device("meta"):
-        again = rebuild(described)
-    if _fingerprint(backbone.module) != _fingerprint(again):
-        raise UserError(
-            "This VisionTransformer cannot be described by its arguments, so it cannot be saved as a checkpoint; "
-            "make it by its timm name, or by create({'embed_dim': ..., 'depth': ...}, ...)."
-        )
-    return described
+    for known in dict.fromkeys((name, None)):
+        described: dict[str, Any] = {"name": known, "changes": changes}
+        if known is None:
+            described |= {"family": backbone.family, "kwargs": backbone.arguments()}
+        with torch.device("meta"):
+            again = rebuild(described)
+        if _fingerprint(backbone.module) == _fingerprint(again):
+            return described
+    raise UserError(
+        "This VisionTransformer cannot be described by its arguments, so it cannot be saved as a checkpoint; "
+        "make it by its timm name, or by create({'embed_dim': ..., 'depth': ...}, ...)."
+    )
 
 
 def rebuild(described: Mapping[str, Any]) -> nn.Module:
     """The backbone of a checkpoint's description, with fresh weights."""
     given = described.get("name") or described["kwargs"]
+    if isinstance(given, str) and ":" in given:
+        raise UserError(f"Unknown timm model {given!r}. A checkpoint names no place elsewhere.")
     return build_backbone(given, **described["changes"], family=described.get("family", "timm_vit"))
 
 

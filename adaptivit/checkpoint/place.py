@@ -51,10 +51,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def has_random_weights(weights: str | None) -> bool:
-    """True without weights, and for a checkpoint that `adaptivit apply` wrote without any."""
+def has_random_weights(weights: str | None, backbone: str | None = None) -> bool:
+    """True without weights (hf-hub:, local-dir: bring them), and for what `adaptivit apply` wrote without any."""
     if weights is None or not Path(weights).is_dir():
-        return weights is None
+        return weights is None and not all(":" in name for name in (backbone or "").split() or [""])
     try:
         return read_object(checkpoint_at(weights) / "config.json").get("random_weights") is True
     except (OSError, UserError):  # the reader has the message

@@ -61,11 +61,13 @@ def read_pickle(path: str | Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other protocols
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # whose text is advice to trust the file
-        raise WeightsError(
-            f"{path} is no file of torch.save, or holds more than weights, which would run code on loading; it was not "
-            "loaded. Save a plain state dict, best as .safetensors."
-        ) from None
+    except pickle.UnpicklingError as error:  # whose text is advice to trust the file
+        if "GLOBAL" in str(error) or "REDUCE" in str(error):
+            raise WeightsError(
+                f"{path} holds more than weights and would run code on loading; it was not loaded. "
+                "Save a plain state dict, best as .safetensors."
+            ) from None
+        raise WeightsError(f"Damaged or unreadable weights file: {path} (torch.save did not write it).") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
 

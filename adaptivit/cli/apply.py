@@ -23,7 +23,7 @@ class ApplyConfig:
     """
 
     backbone: str
-    """timm name of the VisionTransformer."""
+    """timm name of the VisionTransformer, or hf-hub:NAME, local-dir:PATH with their weights."""
     out: str
     """The checkpoint directory to write; a new one."""
     weights: str | None = None

@@ -35,7 +35,7 @@ class ModelConfig:
     checkpoint: str | None = None
     """Directory of a run of `train`, or saved by save_pretrained."""
     backbone: str | None = None
-    """timm name, where there is no checkpoint."""
+    """timm name, or hf-hub:NAME, local-dir:PATH with their weights, where there is no checkpoint."""
     policy: str = "static"
     """Policy and settings for that backbone, e.g. aht:threshold=0.9 (listed below)."""
     weights: str | None = None
@@ -93,7 +93,7 @@ def loaded(checkpoint: str, allow_nonfinite: bool = False) -> AdaptiveViT:
 
 def say_random(backbone: str | None, weights: str | None, refused: bool = False) -> None:
     """A line on stderr where weights are random, before anything else; or an error."""
-    if not has_random_weights(weights):
+    if not has_random_weights(weights, backbone):
         return
     line = f"{weights or f'{backbone} without --weights'} has random weights: its answers mean nothing"
     if refused:

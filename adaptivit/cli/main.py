@@ -140,6 +140,9 @@ def _check_flags(command: Command, flags: list[str]) -> None:
             continue
         if not new:
             raise UserError(f"{flag} is gone; see CHANGELOG.md.")
+        if name == "budget":
+            aim = "Training aims at a cost by --loss.cost-target 0.67; the weight of that loss is --loss.cost."
+            raise UserError(f"--budget sets the cost of a trained model: adaptivit calibrate RUN --budget -33%. {aim}")
         group, dot, key = new.rpartition(".")
         raise UserError(f"{flag} is --{group}{dot}{'no-' * name.startswith('no_')}{key} now.".replace("_", "-"))
 

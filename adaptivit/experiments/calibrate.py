@@ -86,7 +86,7 @@ def apply(
         rows, files = measured(model, data, budget, out, **how)
     elif budget is not None:
         rows = _without_images(model, budget, how["latency_batch"])
-    model.save_pretrained(out, **({"random_weights": True} if has_random_weights(weights) else {}))
+    model.save_pretrained(out, **({"random_weights": True} if has_random_weights(weights, backbone) else {}))
     for file, content in files.items():
         write_bytes(Path(out) / file, content)
     print(f"wrote {' with '.join([f'{out}: {spec.spec(name, model.policy.settings)} on {backbone}', *files])}")

@@ -5,6 +5,7 @@ A policy of this package is its file and one record here. Nothing here imports t
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -274,8 +275,8 @@ class FoldSettings(Settings):
 
     keep: Share = 0.87
     """Share of the patches that stays at every block that merges."""
-    budget: Share | None = None
-    """Instead of `keep`: a share of static's MACs, evidence included, e.g. 0.67."""
+    budget: Any = None
+    """Instead of `keep`: what an image may cost, evidence included: -33%, or as a share of static's MACs 0.67."""
     first_block: Index | None = None
     """Merge in every block from this one on; default: after a quarter of the depth (block 3 of 12)."""
     blocks: Blocks | None = None
@@ -286,6 +287,16 @@ class FoldSettings(Settings):
     """How much attention counts in the mean of merged patches: weights size * attention^value; 0 is ToMe's mean."""
     evidence: Literal["auto", "class", "column"] = "auto"
     """Attention from the class token (EViT's) or received from all tokens (A-MoD's); auto: class where there is one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget in (None, "none"):
+            object.__setattr__(self, "budget", None)
+            return
+        saving = re.fullmatch(r"[-−](\d+(?:\.\d+)?) ?%", str(self.budget)) if len(str(self.budget)) < 20 else None
+        share = 1 - float(saving[1]) / 100 if saving else convert("budget", self.budget, float)
+        require(0 < share <= 1, "budget", "a saving like -33%, or a share of static's MACs in (0, 1]", self.budget)
+        object.__setattr__(self, "budget", share)
 
 
 @record("act", "act:ACT", "ACT", "#8c6239", recipe="act")

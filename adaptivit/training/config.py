@@ -133,7 +133,7 @@ class TrainConfig:
     """Image folder (train/CLASS/*.jpg and val/..., or CLASS/*.jpg to be split), .npz with train_x, train_y, folder of
     mosaics, .tar shards (a folder, or x-{000..009}.tar), or hf:PATH; see docs/guide/data.md."""
     backbone: str = "deit_tiny_patch16_224"
-    """timm name of the VisionTransformer."""
+    """timm name of the VisionTransformer, or hf-hub:NAME, local-dir:PATH with their weights."""
     policy: str = "aht"
     """Policy and its settings, e.g. aht:threshold=0.9,straight_through=true (listed below). Without --recipe it has the
     losses and settings of its own recipe, beside these flags."""

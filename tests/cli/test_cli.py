@@ -143,6 +143,14 @@ def test_an_unknown_name_suggests_the_nearest(tmp_path: Path, capsys: Any) -> No
     assert not (tmp_path / "out").exists()
 
 
+def test_a_budget_is_a_cost_everywhere(capsys: Any) -> None:
+    """Also where there is none: once it was the weight of a loss."""
+    for command in ("train", "compare", "sweep"):
+        line = refused(capsys, command, "--data", "x", "--budget", "-33%")
+        assert "calibrate RUN --budget -33%" in line
+        assert "--loss.cost-target 0.67" in line
+
+
 def test_an_unknown_flag_or_choice_is_named(tmp_path: Path, capsys: Any) -> None:
     for words, bad in (
         (("train", "--dta", "x"), "--dta"),

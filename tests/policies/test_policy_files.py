@@ -153,6 +153,7 @@ def test_a_class_token_that_is_not_there(policy: str, given: dict[str, Any]) -> 
         ("mod:blocks=1+2,gate=none", {"blocks": (1, 2), "gate": "none"}),
         ("static:share=0.5,by=width", {"share": 0.5, "by": "width"}),
         ("fold:budget=0.67,blocks=3+6+9", {"budget": 0.67, "blocks": (3, 6, 9)}),
+        ("fold:budget=-25%", {"budget": 0.75}),
         ("pondernet:sample=4", {"sample": 4}),
     ],
 )
