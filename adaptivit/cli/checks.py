@@ -52,7 +52,7 @@ def _image(path: str, _: str) -> None:
 
 
 def _file(path: str, name: str) -> None:
-    if not Path(path).is_file():
+    if not Path(path).exists() or Path(path).is_dir():  # a pipe is fine
         raise UserError(f"{name}: file not found: {path}.")
 
 

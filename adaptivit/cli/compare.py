@@ -6,10 +6,12 @@ import sys
 
 from ..errors import UserError
 from ..experiments.compare.config import CompareConfig
-from .command import Command
+from .command import Command, say_random
 
 
 def run(config: CompareConfig) -> None:
+    if config.epochs == 0:
+        say_random(config.backbone, config.weights)
     from ..experiments.compare.run import run as compare
 
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..experiments.sweep.config import SweepConfig, from_recipe
-from .command import Command
+from .command import Command, say_random
 
 
 def run(config: SweepConfig) -> None:
+    if config.train.epochs == 0:
+        say_random(config.train.backbone, config.train.weights)
     from ..experiments.sweep.run import search
 
     search(config)

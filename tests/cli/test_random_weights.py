@@ -22,13 +22,19 @@ def test_the_first_line_says_so(tmp_path: Path, capsys: Capture, monkeypatch: py
         raise UserError("begun")
 
     photos = folder(tmp_path / "photos", each=1)
-    for name in ("experiments.calibrate.create", "experiments.benchmark.run.run", "factory.create"):
+    for name in (
+        "experiments.calibrate.create",
+        "experiments.benchmark.run.run",
+        "experiments.compare.run.run",
+        "factory.create",
+    ):
         monkeypatch.setattr(f"adaptivit.{name}", stop)
     for words in (
         ("predict", photos, *MODEL),
         ("evaluate", "--data", photos, *MODEL),
         ("visualize", "--images", photos, *MODEL),
         ("benchmark", "--backbones", "test_vit"),
+        ("compare", "--data", photos, *MODEL, "--methods", "fold", "--epochs", 0),
         ("serve", *MODEL, "--random-weights"),
         ("apply", *MODEL, "--out", tmp_path / "out"),
     ):
