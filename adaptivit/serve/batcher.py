@@ -34,7 +34,8 @@ from .memory import Trimmer
 from .metrics import Metrics
 from .turns import Asker, next_turn
 
-_MOMENTUM = 0.9  # of the moving means: an image's tokens, a token's time
+_MOMENTUM = 0.9  # of the moving mean of an image's tokens
+_PACE = 0.7  # of that of a token's time
 log = logging.getLogger("adaptivit.serve")
 
 
@@ -288,7 +289,7 @@ class Batcher:
     def _count(self, batch: list[Job], answers: list[Answer]) -> None:
         metrics, count, layers = self.metrics, len(batch), len(answers[0].live)
         pace = answers[0].seconds / sum(job.tokens for job in batch)
-        self._pace = _MOMENTUM * (self._pace or pace) + (1 - _MOMENTUM) * pace
+        self._pace = _PACE * (self._pace or pace) + (1 - _PACE) * pace
         for job, answer in zip(batch, answers, strict=True):
             key, mean = self._percentage(job.budget), sum(answer.live) / layers
             self._mean_tokens[key] = _MOMENTUM * self._mean_tokens.get(key, mean) + (1 - _MOMENTUM) * mean

@@ -24,7 +24,7 @@ from .turns import Asker, Room, Workers
 
 _WILD = 1e3  # no normalised pixel is as large
 _THREADS = 2  # that parse and decode
-_LONGEST = 0.25  # seconds of a batch
+_LONGEST = 0.15  # seconds of a batch
 T = TypeVar("T")
 
 
