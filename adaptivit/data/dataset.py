@@ -50,7 +50,8 @@ def rgb(image: Image.Image) -> Image.Image:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):  # PIL would cut it off at 255, all white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def open_image(image: Any) -> Image.Image:
