@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedBackbone, UserError, WeightsError, first_line
 from . import family_named, family_of
-from .names import check_name
+from .names import check_name, nearest
 from .protocol import Backbone
 
 DIGITS_VIT: dict[str, Any] = {  # the small backbone of the quickstart, for data/digits.py
@@ -77,9 +78,9 @@ def _adapted(
 
 def _from_timm(name: str, pretrained: bool, given: dict[str, Any]) -> nn.Module:
     if not timm.is_model(name):
-        near = timm.list_models(f"*{name.split('.')[0][:9]}*")
-        hint = f" Similar: {', '.join(near[:5])}." if near else " See timm.list_models('*vit*')."
-        raise UserError(f"Unknown timm model {name!r}.{hint}")
+        near = difflib.get_close_matches(name, timm.list_models(), 3)
+        hint = f"Similar: {', '.join(near)}. " if near else ""
+        raise UserError(f"Unknown timm model {name!r}. {hint}The nearest that works: {nearest(name)}.")
     logging.getLogger("timm").setLevel(logging.WARNING)
     if torch.get_default_device().type != "meta":  # where it would cost memory to find out
         check_name(name)

@@ -25,7 +25,7 @@ def check_name(name: str) -> None:
 
 def nearest(name: str) -> str:
     """The ViT of timm's that works and shares most words with this name, and the plainest of those."""
-    words = set(name.split("_"))
+    words = set(name.lower().replace("-", "_").partition(".")[0].split("_"))
     vits = [n for module in ("vision_transformer", "deit") for n in timm.list_models(module=module)]
     shared = {n: len(words & set(n.split("_"))) for n in vits if not n.startswith("test_")}
     near = sorted(

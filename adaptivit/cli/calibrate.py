@@ -51,8 +51,8 @@ class CalibrateConfig:
     """Images: a folder (labels are not looked at), or .npz with x, train_x, val_x or test_x. Not needed to set another
     budget by the curve that the checkpoint has."""
     budget: str | None = None
-    """Set this budget: '0.8 GMACs', -33% or '3 ms'; none: what the policy's settings cost. Without one only the curve
-    is measured."""
+    """Set this budget: '0.8 GMACs', -33% or '3 ms'; none: what the policy's settings cost. Without one the curve
+    alone is measured anew, and a budget that the checkpoint has stays."""
     out: str | None = None
     """Write a new checkpoint directory; default: add to the one that was given."""
     curve: Annotated[CurveFlags, tyro.conf.arg(name="")] = CurveFlags()

@@ -52,6 +52,7 @@ def calibrate(
         budgets.parse(budget)
     source = checkpoint_at(checkpoint)
     model = load(source).float().to(device_of(device))
+    budget = budget or model.budget
     place, rows, files = Path(out or source), list[Check](), dict[str, bytes]()
     if data is None:
         model.budget = budget

@@ -10,7 +10,7 @@ import torch
 
 import adaptivit
 from adaptivit.backbones.names import check_name, nearest
-from adaptivit.errors import UnsupportedBackbone
+from adaptivit.errors import UnsupportedBackbone, UserError
 from tests.support.commands import refused
 
 CASES = {
@@ -49,3 +49,8 @@ def test_the_command_line_says_it_in_a_line(capsys: pytest.CaptureFixture[str]) 
 def test_the_nearest_works() -> None:
     for name in ("cait_s24_224", "mobilenetv3_small_100"):
         check_name(nearest(name))
+    assert nearest("DeiT-tiny-patch16") == "deit_tiny_patch16_224"
+    with pytest.raises(
+        UserError, match=r"^Unknown timm model 'vit_smal_patch16'.* nearest that works: vit_base_patch16_224.$"
+    ):
+        adaptivit.create("vit_smal_patch16", "static")

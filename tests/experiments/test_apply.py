@@ -67,6 +67,8 @@ def test_with_images_it_calibrates(tmp_path: Path, capsys: Capture) -> None:
     assert "reached" in last or "missed by" in last
     assert (tmp_path / "out" / "calibration.csv").exists()
     assert adaptivit.load(tmp_path / "out").budget == "-20%"
+    assert run("calibrate", tmp_path / "out", "--data", photos) == 0
+    assert adaptivit.load(tmp_path / "out").budget == "-20%"  # a new curve changes no budget
 
 
 def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: Capture) -> None:
