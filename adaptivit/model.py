@@ -161,7 +161,7 @@ class AdaptiveViT(nn.Module):
 
         profile: some images, a trace or the mean live share of every block; from it, and from times measured on this
         GPU, is chosen where rows are moved (execution/row_schedule.py). compile: torch.compile joins what lies between
-        the kernels first (up to half a minute, once).
+        the kernels first (seconds on many cores, minutes on two; docs/guide/gpu.md).
         """
         return Captured(self, batch, layout, profile, compile)
 
