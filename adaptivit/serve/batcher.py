@@ -206,8 +206,8 @@ class Batcher:
         return len(self._waiting) >= self.images or sum(job.tokens for job in self._waiting) >= self._room()
 
     def _room(self) -> float:
-        """Tokens of the next batch."""
-        return min(self.tokens, self.longest / self._pace) if self._pace else self.tokens
+        """Tokens of the next batch: a quarter of the room at least, since smaller ones take longer by the image."""
+        return min(self.tokens, max(self.tokens / 4, self.longest / self._pace)) if self._pace else self.tokens
 
     def _fill(self) -> list[Job]:
         """The image whose turn it is, and of the others, in their order, those that fit."""

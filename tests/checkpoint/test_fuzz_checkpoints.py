@@ -16,7 +16,7 @@ import adaptivit
 from tests.support.models import pictures, tiny
 
 KEPT = settings(
-    max_examples=120, deadline=5000, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, deadline=5000, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 NAMED = {"ff": b"\xff" * 8, "deep": b"[" * 3000}
 ODD = st.one_of(

@@ -137,10 +137,12 @@ def test_work_of_a_client_that_has_gone_is_not_begun(model: Any) -> None:
 def test_a_slow_model_has_small_batches(model: Any) -> None:
     batcher = Batcher(model, wait=0.5, longest=1.0)
     assert batcher._room() == batcher.tokens
-    batcher._pace = 1 / (2.5 * 17)  # 2.5 images in a second
-    answers = [f.result(60).images for f in batcher.submit([Job(image) for image in pictures(4)])]
+    batcher._pace = 1 / 17  # an image in a second
+    assert batcher._room() == batcher.tokens / 4
+    batcher._pace = 1 / (5.5 * 17)
+    answers = [f.result(60).images for f in batcher.submit([Job(image) for image in pictures(8)])]
     batcher.close()
-    assert answers[:2] == [2, 2]
+    assert answers[:5] == [5] * 5
 
 
 def test_pixels_of_a_request_and_of_all_are_limited(model: Any) -> None:
