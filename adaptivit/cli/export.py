@@ -47,10 +47,12 @@ def run(config: ExportConfig) -> None:
     from ..checkpoint.export import choose, export
     from ..checkpoint.model_card import pictures_for
     from ..evaluation.predict import find_images
-    from ..utils.console import announce, bar, count
+    from ..utils.console import announce, bar, count, left_out
 
     model = loaded(config.checkpoint)
-    images = pictures_for(model, find_images(config.images)[:64]) if config.images else None
+    others: list[str] = []
+    images = pictures_for(model, find_images(config.images, others)[:64]) if config.images else None
+    left_out(others)
     kind, tolerance = choose(model, config.kind), config.tolerance
     compared = count(len(images), "image") if images is not None else "two photos and noise"
     announce(f"export {model.policy_name}", f"traced to {config.format}, {kind}, then compared on {compared}", "cpu")

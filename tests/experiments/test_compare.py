@@ -26,6 +26,7 @@ from adaptivit.factory import create, load
 from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.methods import slug
 from tests.support.commands import refused, run
+from tests.support.data_sets import folder
 from tests.support.training import named
 
 SHARED = named(TrainConfig("d"), policy="static", epochs=3, seed=4, lr=5e-4, distill=0.5, augment="flip")
@@ -190,6 +191,16 @@ def test_an_interrupted_comparison_goes_on(
     assert [row["status"] for row in rows_of(tmp_path / "out").values()] == ["ok"]
     assert run(*words, "--methods", "avit", "aht") == 0
     assert calls == ["static", "avit", "avit", "aht"]
+
+
+def test_images_left_out_are_named(tmp_path: Path, capsys: Any) -> None:
+    where = folder(tmp_path / "in", each=2)
+    (where / "b" / "01.png").write_bytes(b"no picture")
+    words = ("compare", "--data", where, "--out", tmp_path / "out", *TINY, "--epochs", 0, "--methods", "static")
+    assert run(*words, "--timing-repeats", 0) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("compare: 1 method, 1 seed, 6 images to judge by, ") for line in lines)
+    assert f"  {where / 'b' / '01.png'}: cannot be read as an image" in lines
 
 
 def test_when_everything_fails_the_command_says_so(tmp_path: Path, small: Path, capsys: Any) -> None:

@@ -24,7 +24,7 @@ from ...errors import UserError, reason_of
 from ...execution.timing import interleaved
 from ...training.methods import parse_method, slug
 from ...utils.atomic_io import write_bytes, write_text
-from ...utils.console import announce, bar, count, show
+from ...utils.console import announce, bar, count, left_out, show
 from ...utils.csv import csv_text
 from ...utils.hardware import device_name, device_of
 from ...utils.lock import writing
@@ -90,6 +90,7 @@ def _run(config: CompareConfig) -> list[Row]:
     size = f"{count(len({job.name for job in jobs}), 'method')}, {count(len(set(config.seeds)), 'seed')}"
     where = device_name(device_of(config.device))
     announce("compare", size, f"{count(len(judged), 'image')} to judge by", where)
+    left_out(judged.without(dataset.verify(judged)))
     store = jobs[0].rows
     for number, job in enumerate(jobs, start=1):
         head = f"[{number}/{len(jobs)}] {job.name}, seed {job.seed}"
