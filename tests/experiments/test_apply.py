@@ -57,7 +57,7 @@ def test_a_budget_that_fixes_counts_needs_no_images(tmp_path: Path, capsys: Capt
 
 
 def test_with_images_it_calibrates(tmp_path: Path, capsys: Capture) -> None:
-    photos = folder(tmp_path / "photos", each=8)
+    photos = folder(tmp_path / "photos", each=3)
     words = ("--policy", "confidence", "--budget", "-20%")
     assert "give some as --data (labels are not looked at)" in refused(capsys, *start(tmp_path, *words))
     assert not (tmp_path / "out").exists()
