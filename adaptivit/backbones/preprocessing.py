@@ -19,6 +19,7 @@ Mean = Annotated[float, Check(lambda v: abs(v) <= 1000, "a number in -1000..1000
 Deviation = Annotated[float, Check(lambda v: 1e-6 <= v <= 1000, "a number in 1e-6..1000")]
 _CHANNELS = Check(lambda v: len(v) > 0, "a number for every channel")
 _STRIP = 32  # times as long as wide: a longer image is cropped before it is resized
+_MIDDLE = 2  # times as long as wide: what is left of it, a crop and the reach of the filters
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ class Preprocessing:
 
     def _middle(self, image: Image.Image) -> Image.Image:
         """All of the image, or the middle of a strip, which would need gigabytes once its shorter side is resized."""
-        most = _STRIP * min(image.size) * math.ceil(max(self.size) / min(self.size))
-        if max(image.size) <= most:
+        unit = min(image.size) * math.ceil(max(self.size) / min(self.size))
+        if max(image.size) <= _STRIP * unit:
             return image
+        most = _MIDDLE * unit
         width, height = (side - max(side - most, 0) // 2 * 2 for side in image.size)  # keeps the centre where it is
         left, top = (image.width - width) // 2, (image.height - height) // 2
         return image.crop((left, top, left + width, top + height))
