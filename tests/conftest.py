@@ -35,11 +35,6 @@ settings.register_profile(
 settings.load_profile("proofs")
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores: services, locks and pairs of processes wait a fifth of the time."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker ends with it; xdist itself puts groups before all else."""
     items.sort(key=lambda item: item.path.stem != "test_hopper")
