@@ -173,7 +173,9 @@ class Gathered(Layout):
         out = self._parked
         if self._aside is not None:
             out = self._put(out, self._aside[0], self._aside[1])
-        return out if self.empty else self._put(out, self.rows, self.places)
+        if self.empty and not torch.is_grad_enabled():
+            return out
+        return self._put(out, self.rows, self.places)
 
     def _put(self, out: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         """out [B, head_tokens, D] with those of the rows in it whose slots the head reads."""

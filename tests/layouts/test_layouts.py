@@ -17,7 +17,7 @@ from adaptivit.layouts import Gathered, GatheredOnDevice, Layout, Masked, Packed
 from tests.support.fused import WARNINGS
 from tests.support.interpreter import ON_GPU, here
 from tests.support.layouts import Still
-from tests.support.models import assert_close
+from tests.support.models import assert_close, pictures, tiny
 from tests.support.traces import choice, merging
 
 B, N, D, H = 4, 7, 6, 2
@@ -331,3 +331,12 @@ def test_decisions_by_kernels(layout: type[Layout]) -> None:
         test_skip_and_unskip(layout, gated)
     for kind in ("sized", "unsized", "nowhere"):
         test_merge_is_a_scaled_sum(layout, kind)
+
+
+def test_blocks_without_rows_have_gradients() -> None:
+    """Processes that train together need a gradient of every parameter: zeros where no row went through a block."""
+    model = tiny("static", more={"depth": 3}, depth=1)
+    model.train()
+    model.run(model.choose("gathered", torch.device("cpu")), pictures()).logits.sum().backward()
+    for block in model.vit.blocks[1:]:
+        assert all(p.grad is not None and not p.grad.any() for p in block.parameters())
