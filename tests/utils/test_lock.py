@@ -116,7 +116,7 @@ atomic_io.write_text(sys.argv[1], "half")
 def test_what_killed_writers_left_is_removed_by_the_next(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a[1].txt")], check=False)
     (tmp_path / f".a[1].txt.{platform.node()}-{os.getpid()}-x").touch()  # of a process that lives
-    (tmp_path / ".a[1].txt.elsewhere-1-x").touch()  # of another machine, of which nobody knows
+    (tmp_path / ".a[1].txt.elsewhere-1-x").touch()  # of another machine: whether it still writes is unknown here
     assert len(list(tmp_path.iterdir())) == 3
     write_text(tmp_path / "a[1].txt", "whole")
     assert len(list(tmp_path.iterdir())) == 3
