@@ -31,7 +31,8 @@ from adaptivit.data import dataset
 from adaptivit.data.dataset import Labelled, Loaded
 from adaptivit.data.gpu_pipeline import Source, training_images
 from adaptivit.training.config import TrainConfig
-from adaptivit.training.run import Trainer, _accelerator, _trainer
+from adaptivit.training.processes import accelerator_for
+from adaptivit.training.run import Trainer, _trainer
 from adaptivit.utils.csv import append_csv
 from adaptivit.utils.environment import commit
 from adaptivit.utils.settings import changed
@@ -116,7 +117,7 @@ def measure(batch: int, options: argparse.Namespace) -> None:
         "augment.erasing": options.random_erasing,
     }
     base = changed(base, changes)
-    accelerator = _accelerator(base)
+    accelerator = accelerator_for(base)
     device = accelerator.device
     contenders: dict[str, Contender] = {}
     times: dict[str, tuple[float, float]] = {}

@@ -28,8 +28,9 @@ from adaptivit.data.dataset import Loaded
 from adaptivit.kernels import weighted_attention
 from adaptivit.policies import spec
 from adaptivit.training.config import TrainConfig
+from adaptivit.training.processes import accelerator_for
 from adaptivit.training.recipes import get
-from adaptivit.training.run import Trainer, _accelerator, _trainer, build_objective
+from adaptivit.training.run import Trainer, _trainer, build_objective
 from adaptivit.utils.csv import append_csv
 from adaptivit.utils.environment import commit
 from adaptivit.utils.settings import changed
@@ -103,7 +104,7 @@ def build(method: str, kind: str, batches: list[Loaded], options: argparse.Names
     config = configuration(method, kind, options)
     policy, given = spec.parse(config.policy)
     torch.manual_seed(0)
-    accelerator = _accelerator(config)
+    accelerator = accelerator_for(config)
     model = adaptivit.create(options.backbone, policy, num_classes=options.classes, **given).to(accelerator.device)
     model.policy.init_gate(model, batches[0].images[:64])
     trainer = _trainer(config, model, accelerator)

@@ -15,11 +15,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 
 from .. import tasks
 from ..budget.control import BudgetState
@@ -27,7 +25,7 @@ from ..checkpoint.weights import refill
 from ..data import dataset
 from ..data.dataset import Labelled, Loaded, mix
 from ..data.gpu_pipeline import Source, evaluation_images, training_images
-from ..errors import DataError, UserError, first_line
+from ..errors import DataError, UserError
 from ..evaluation.evaluate import Result, evaluate
 from ..execution.compiling import compiled
 from ..factory import create
@@ -41,6 +39,7 @@ from .config import FEW, TrainConfig, fitted
 from .gate_init import init_gate
 from .micro_batch import rows
 from .optim import Average, adamw
+from .processes import accelerator_for, check_divisible, meet_again, peers
 from .run_dir import RunDirectory, StepLog
 from .step import StepStats, Trainer, compute_losses, teacher_batch
 
@@ -77,12 +76,12 @@ def fit(
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by torchrun --max-restarts
     if restarts:
-        _meet_again(config, restarts)
-    accelerator = _accelerator(config)
+        meet_again(config, restarts)
+    accelerator = accelerator_for(config)
     if restarts and (Path(config.out) / "config.json").exists():
         config = replace(config, resume=True)
     alone = writing(config.out) if accelerator.is_main_process else contextlib.nullcontext()
-    with _peers(accelerator), alone:
+    with peers(accelerator), alone:
         return _fit(config, accelerator, show, stop or (lambda: False), follow)
 
 
@@ -100,7 +99,7 @@ def _fit(
     if len(train_set) < (size := config.batch_size):
         few = f"{len(train_set)} training images are fewer than one batch of {size}"
         raise DataError(f"{config.data}: {few}; lower --batch-size.")
-    _divisible(config, accelerator.num_processes)
+    check_divisible(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
     policy, policy_settings = spec.parse(config.policy)
     names, outputs = list(train_set.classes) or None, tasks.get(config.task).outputs(train_set.classes)
@@ -165,39 +164,6 @@ def _warn_of_few_steps(config: TrainConfig, images: int) -> None:
     if steps < FEW:
         few = f"{count(steps, 'step')} in all are few to learn from"
         print(f"note: {few}; --epochs {needed} makes {needed * per_epoch}", file=sys.stderr, flush=True)
-
-
-def _divisible(config: TrainConfig, processes: int) -> None:
-    how, parts = config.run, processes * config.run.accumulate
-    what = f"{processes} processes" + f" times {how.accumulate} parts (--run.accumulate)" * (how.accumulate > 1)
-    if config.batch_size % parts:
-        raise UserError(f"batch_size: expected a multiple of {what}, got {config.batch_size}.")
-    if (config.augment.mixup or config.augment.cutmix) and config.batch_size // parts % 2:
-        raise UserError(
-            f"augment.mixup: expected an even number of images a process and part, got {config.batch_size} / {parts}."
-        )
-    if how.fsdp and processes == 1:
-        raise UserError("run.fsdp: expected several processes to share the weights, got one; start it with torchrun.")
-    if how.fsdp and how.compile:
-        raise UserError("run.fsdp: cannot be combined with --run.compile yet; leave one of them out.")
-    if how.checkpoint_activations and how.compile:
-        raise UserError("run.checkpoint_activations: cannot be combined with --run.compile, which keeps what it needs.")
-
-
-@contextlib.contextmanager
-def _peers(accelerator: Accelerator) -> Iterator[None]:
-    """A process that lost another ends with one line; that one's own message, or torchrun's, has the reason."""
-    try:
-        yield
-    except RuntimeError as error:
-        signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo", "NCCL", "Timed out", "timeout")
-        lost = isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)
-        if accelerator.num_processes == 1 or not lost:
-            raise
-        raise UserError(
-            f"Process {accelerator.process_index} of {accelerator.num_processes} lost another one, which ended or does "
-            f"not answer ({first_line(error)[-160:]}). The last checkpoint was kept: start all again with --resume."
-        ) from error
 
 
 @torch.no_grad()
@@ -343,34 +309,3 @@ def _readable(labelled: Labelled, allow_corrupt: bool) -> Labelled:
         return labelled
     good = labelled.part([i for i in range(len(labelled)) if i not in bad])
     return replace(good, left_out=labelled.without(bad))
-
-
-def _accelerator(config: TrainConfig) -> Accelerator:
-    """accelerate keeps one state a process; a second run of another precision or device begins with a fresh one."""
-    if PartialState._shared_state and PartialState().num_processes == 1:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    gpu = torch.cuda.is_available() and config.device != "cpu"
-    half = config.precision == "bf16" or (config.precision == "auto" and gpu)
-    return Accelerator(mixed_precision="bf16" if half else "no", cpu=config.device == "cpu")
-
-
-def _meet_again(config: TrainConfig, restarts: int) -> None:
-    """Join the processes that torchrun has started again, under names of their own.
-
-    Without a rendezvous backend its store outlives them and holds addresses of ended processes, which a process would
-    wait for that reads them before its peer has written.
-    """
-    dist: Any = torch.distributed  # its stores are not among its typed names
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not kept or dist.is_initialized() or int(os.environ["WORLD_SIZE"]) == 1:
-        return
-    gpu = torch.cuda.is_available() and config.device != "cpu"
-    if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        store=dist.PrefixStore(f"restart{restarts}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )

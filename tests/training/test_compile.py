@@ -13,7 +13,8 @@ from torch import Tensor
 
 from adaptivit.data.dataset import Loaded
 from adaptivit.execution import compiling
-from adaptivit.training.run import Trainer, _accelerator, _trainer
+from adaptivit.training.processes import accelerator_for
+from adaptivit.training.run import Trainer, _trainer
 from tests.support.commands import train, weights
 from tests.support.data_sets import split_folder
 from tests.support.models import pictures, tiny
@@ -42,7 +43,7 @@ def trainer(method: str, compile: bool, precision: str, depth: int = 4) -> Train
     given, losses = METHODS[method]
     config = named(precision=precision, device="cpu", lr=1e-3, compile=compile, **losses)
     torch.manual_seed(0)  # a policy's own weights
-    return _trainer(config, tiny(method, more={"depth": depth}, **given), _accelerator(config))
+    return _trainer(config, tiny(method, more={"depth": depth}, **given), accelerator_for(config))
 
 
 def step(one: Trainer, number: int) -> tuple[float, dict[str, Tensor], Any]:
