@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import tasks
-from ..data.dataset import open_image
+from ..data.image_files import open_image
 from ..errors import UserError
 from ..tasks.protocol import Task
 from ..utils.text import markdown_table

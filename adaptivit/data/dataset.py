@@ -9,7 +9,6 @@ checks and encodes them.
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,52 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .. import tasks
-from ..errors import DataError, first_line
+from ..errors import DataError
 from ..tasks.protocol import Labels, Task
+from .image_files import SUFFIXES, open_image, opened
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT
     from .gpu_pipeline import OnDevice
 
-Image.init()
-# What Pillow decodes here: not its stubs, which know a file's name alone, and not EPS, for which it starts Ghostscript.
-FORMATS = tuple(name for name in Image.ID if name not in ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"))
-SUFFIXES = {s for s, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")}  # JPEG opens MPO
-SIDE = 65_535  # pixels, as in a JPEG: rows cost memory of their own, in an image of one column most of all
 SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
-
-
-def _turned(image: Image.Image) -> bool:
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
-    except Exception:  # faulty EXIF does not make the picture unreadable
-        return False
-
-
-def rgb(image: Image.Image) -> Image.Image:
-    """The image upright, as its EXIF says, in three channels of 8 bits; grey of 16 bits keeps its upper 8."""
-    if _turned(image):
-        image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # PIL would cut it off at 255, all white
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    image.load()
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def open_image(image: Any) -> Image.Image:
-    """Upright and in RGB, from a file or a PIL image; DataError names a file that cannot be read."""
-    if isinstance(image, Image.Image):
-        return rgb(image)
-    try:
-        with _opened(image) as file:
-            return rgb(file)
-    except Exception as error:  # whatever a damaged file or another kind of object raises
-        raise DataError(f"Cannot read the image {image} ({first_line(error)}).") from None
 
 
 class Items(Sequence[Any]):
@@ -79,17 +46,6 @@ class Items(Sequence[Any]):
 
     def take(self, indices: Sequence[int]) -> Items:
         return Items(self.make, [self.numbers[i] for i in indices])
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An encoded image inside another file."""
-
-    name: str
-    open: Callable[[], io.BytesIO]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -140,14 +96,6 @@ def _taken(values: Any, indices: Sequence[int]) -> Any:
     if isinstance(values, np.ndarray):
         return values[np.asarray(indices, np.int64)]
     return values.take(indices) if isinstance(values, Items) else [values[i] for i in indices]
-
-
-def _opened(item: Any) -> Image.Image:
-    image = Image.open(item.open() if isinstance(item, Stored) else item, formats=FORMATS)
-    if max(image.size) > SIDE:
-        image.close()
-        raise DataError(f"a side of at most {SIDE:,} pixels is taken, got {image.width} x {image.height}")
-    return image
 
 
 def splits(path: str | Path, allow_corrupt: bool = False, task: str = tasks.DEFAULT) -> dict[str, Labelled]:
@@ -268,7 +216,7 @@ def verify(labelled: Labelled, most: int = 50_000) -> list[int]:
     bad = []
     for index, item in enumerate(labelled.items):
         try:
-            with _opened(item) as file:
+            with opened(item) as file:
                 file.verify()
         except Exception:  # as for open_image
             bad.append(index)

@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from ..errors import DataError, UserError, first_line
-from .dataset import SPLITS, Items, Labelled, Stored
+from .dataset import SPLITS, Items, Labelled
+from .image_files import Stored
 
 PREFIX = "hf:"
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError, first_line
-from .dataset import SPLITS, SUFFIXES, Items, Labelled, Stored
+from .dataset import SPLITS, Items, Labelled
+from .image_files import SUFFIXES, Stored
 
 CLASSES = "classes.txt"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")

@@ -10,7 +10,8 @@ import torch
 from rich.table import Table
 
 from .. import tasks
-from ..data.dataset import image_files, instead, open_image
+from ..data.dataset import image_files, instead
+from ..data.image_files import open_image
 from ..errors import DataError
 from ..model import AdaptiveViT
 from ..tasks.protocol import Task

@@ -17,7 +17,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from ..data.dataset import SIDE, rgb
+from ..data.image_files import SIDE, rgb
 from .config import Limits
 from .errors import Refused, kind, require, shown
 

@@ -19,7 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from .. import tasks
-from ..data.dataset import Images, Labelled, Sample, batches, for_evaluation, in_order, rgb
+from ..data.dataset import Images, Labelled, Sample, batches, for_evaluation, in_order
+from ..data.image_files import rgb
 from ..decision import Drop, Merge, Skip, Trace
 from ..errors import DataError, UserError
 from ..evaluation.predict import find_images

@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from adaptivit.backbones.preprocessing import Preprocessing
-from adaptivit.data import dataset
+from adaptivit.data import image_files
 from adaptivit.data.augment import training_transform
 from adaptivit.data.augment_config import AugmentConfig
 from adaptivit.errors import DataError
@@ -79,12 +79,12 @@ def test_what_would_not_fit_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     """A side of millions needs a pointer a row; where memory ends all the same, the file is named."""
     Image.new("1", (1, 70_000)).save(tmp_path / "tall.png")
     with pytest.raises(DataError, match=r"tall.png \(a side of at most 65,535 pixels is taken, got 1 x 70000"):
-        dataset.open_image(tmp_path / "tall.png")
+        image_files.open_image(tmp_path / "tall.png")
     Image.new("RGB", (4, 4)).save(tmp_path / "good.png")
 
     def full(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(dataset, "rgb", full)
+    monkeypatch.setattr(image_files, "rgb", full)
     with pytest.raises(DataError, match=r"good.png \(MemoryError\)"):
-        dataset.open_image(tmp_path / "good.png")
+        image_files.open_image(tmp_path / "good.png")

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, features
 
 from adaptivit.backbones.preprocessing import Preprocessing
-from adaptivit.data import dataset
+from adaptivit.data import dataset, image_files
 from adaptivit.data.augment import training_transform
 from adaptivit.data.augment_config import AugmentConfig
 from adaptivit.data.dataset import Images
@@ -30,7 +30,7 @@ def test_greys_of_16_bits_are_not_white(tmp_path: Path) -> None:
     Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
     with Image.open(tmp_path / "deep.png") as deep:
         assert deep.mode == "I;16"
-        assert (np.asarray(dataset.rgb(deep)) == grey[..., None]).all()
+        assert (np.asarray(image_files.rgb(deep)) == grey[..., None]).all()
     read = dataset.Labelled("", [tmp_path / "deep.png"], [0], ("a",)).image(0)
     assert (np.asarray(read) == grey[..., None]).all()
 
@@ -50,7 +50,7 @@ def test_photos_are_turned_upright(tmp_path: Path) -> None:
         stored = upright if transpose is None else upright.transpose(transpose)
         stored.save(tmp_path / "photo.png", exif=exif)
         with Image.open(tmp_path / "photo.png") as photo:
-            assert np.array_equal(np.asarray(dataset.rgb(photo)), np.asarray(upright)), number
+            assert np.array_equal(np.asarray(image_files.rgb(photo)), np.asarray(upright)), number
 
 
 def test_a_folder_with_splits_is_read_as_it_is(tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_every_kind_of_image_counts_in_folders(tmp_path: Path) -> None:
     found = dataset.for_evaluation(where, "auto")
     assert {Path(p).suffix[1:] for p in found.items} == {"png", *kinds}
     assert (dataset.verify(found), found.left_out) == ([], ())
-    assert all(found.image(i).size == dataset.open_image(p).size for i, p in enumerate(found.items))
-    assert not dataset.SUFFIXES & {".eps", ".ps", ".h5", ".mpg"}, "what Pillow does not decode by itself"
+    assert all(found.image(i).size == image_files.open_image(p).size for i, p in enumerate(found.items))
+    assert not image_files.SUFFIXES & {".eps", ".ps", ".h5", ".mpg"}, "what Pillow does not decode by itself"
 
 
 def test_what_is_no_image_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, features
 
 from adaptivit.backbones.preprocessing import Preprocessing
-from adaptivit.data.dataset import open_image
+from adaptivit.data.image_files import open_image
 from adaptivit.errors import DataError
 from adaptivit.serve.config import Limits
 from adaptivit.serve.errors import Refused
