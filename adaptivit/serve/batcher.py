@@ -5,7 +5,8 @@ Shapes: C x H x W an image, L blocks, P patches.
 A batch has room for a number of tokens (of the mean block). An image takes as many as recent images at its budget
 took: where 16 static images fill a batch, 32 of a model with half the tokens do, and budgets may differ within it. The
 image whose turn it is always goes (`turns.py`), and those behind it as they fit. Of a slow model a batch has room for
-what takes `longest` seconds, so that no client waits long for another's batch.
+what takes `longest` seconds, so that no client waits long for another's batch; in a batch that clients share, one of
+them has no more than the others together, or a quarter of `longest`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -212,15 +213,28 @@ class Batcher:
     def _fill(self) -> list[Job]:
         """The image whose turn it is, and of the others, in their order, those that fit."""
         batch: list[Job] = []
-        room = self._room()
+        room, shares = self._room(), self._shares()
         for job in self._waiting:
-            if len(batch) < self.images and (not batch or job.tokens <= room) and not job.answer.cancelled():
+            client = job.asker.client
+            fits = not batch or job.tokens <= min(room, shares[client])
+            if len(batch) < self.images and fits and not job.answer.cancelled():
                 batch.append(job)
                 room -= job.tokens
+                shares[client] -= job.tokens
                 self._now = max(self._now, job.turn)
         chosen = set(map(id, batch))
         self._waiting = [job for job in self._waiting if id(job) not in chosen and not job.answer.cancelled()]
         return batch
+
+    def _shares(self) -> dict[str, float]:
+        """Tokens that each client may have in the next batch."""
+        waiting: dict[str, float] = defaultdict(float)
+        for job in self._waiting:
+            waiting[job.asker.client] += 0.0 if job.answer.cancelled() else job.tokens
+        if len(waiting) < 2 or not self._pace:
+            return dict.fromkeys(waiting, math.inf)
+        least, total = self.longest / self._pace / 4, sum(waiting.values())
+        return {client: max(least, total - own) for client, own in waiting.items()}
 
     def _answer(self, batch: list[Job]) -> None:
         if not batch:

@@ -96,25 +96,27 @@ def test_cancelled_work_is_not_begun_and_small_work_passes_large() -> None:
 
 
 def test_decoding_ends_with_its_time_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service(model, limits=Limits(timeout=0.5), wait=0.0)
-    decode, begun = service._tensor, []
+    decode, begun = Service._tensor, []
 
-    def slowly(data: bytes, *more: Any) -> Any:
-        begun.append(data)
+    def slowly(*given: Any) -> Any:
+        begun.append(given)
         time.sleep(0.2)
-        return decode(data, *more)
+        return decode(*given)
 
-    monkeypatch.setattr(service, "_tensor", slowly)
+    monkeypatch.setattr(Service, "_tensor", slowly)
+    service = Service(model, limits=Limits(timeout=0.5), wait=0.0)
     with running(service, with_page=False) as found, found.client() as client:
         assert "no answer within 0.5 s" in error(client.post("/v1/classify", files=files(*[photo()] * 32)), 503)
         count = len(begun)
         assert 1 <= count <= 8
         time.sleep(0.5)
         assert len(begun) == count
-        begun.clear()
-        broken = [photo(), b"GIF89a" + b"\1" * 20, *[photo()] * 30]
+    begun.clear()
+    broken = [photo(), b"GIF89a" + b"\1" * 20, *[photo()] * 30]
+    # a service of its own: the first has kept its connection idle for as long as its time-out, and may be closing it
+    with running(Service(model, wait=0.0), with_page=False) as found, found.client() as client:
         error(client.post("/v1/classify", files=files(*broken)), 422)  # by its header: nothing is decoded
-        assert begun == []
+    assert begun == []
 
 
 def test_work_of_a_client_that_has_gone_is_not_begun(model: Any) -> None:
@@ -143,6 +145,20 @@ def test_a_slow_model_has_small_batches(model: Any) -> None:
     answers = [f.result(60).images for f in batcher.submit([Job(image) for image in pictures(8)])]
     batcher.close()
     assert answers[:5] == [5] * 5
+
+
+def test_a_client_shares_the_batches_that_others_wait_for(model: Any) -> None:
+    batcher, go = Batcher(model, wait=0.0, longest=1e-9), threading.Event()
+    batcher._pace = 1e-9
+    held = batcher.call(go.wait, 60)
+    many = batcher.submit([Job(image, asker=Asker("a", 1)) for image in pictures(4)])
+    few = batcher.submit([Job(image, asker=Asker("b", 2)) for image in pictures(2)])
+    batcher._pace = 1e-9
+    go.set()
+    assert held.result(60)
+    images = [future.result(60).images for future in (*few, *many)]
+    batcher.close()
+    assert images == [4] * 4 + [2] * 2  # two of each, then those that are left
 
 
 def test_pixels_of_a_request_and_of_all_are_limited(model: Any) -> None:
