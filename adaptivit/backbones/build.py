@@ -25,6 +25,7 @@ DIGITS_VIT: dict[str, Any] = {  # the small backbone of the quickstart, for data
     "mlp_ratio": 2,
     "num_classes": 10,
 }
+DIGITS = {"digits_vit": DIGITS_VIT, "digits_vit_distilled": DIGITS_VIT | {"distilled": True}}
 DIGITS_CFG = {"mean": (0.2,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
 
 
@@ -45,11 +46,11 @@ def build_backbone(
         return family_named(family).build(dict(backbone) | given)
     if ":" in backbone:
         return _from_source(backbone, pretrained, given)
-    if backbone != "digits_vit":
+    if backbone not in DIGITS:
         return _from_timm(backbone, pretrained, given)
     if pretrained:
-        raise UserError("digits_vit has no weights to download; train it: adaptivit train --data digits.")
-    small: Any = family_named(family).build(DIGITS_VIT | given)
+        raise UserError(f"{backbone} has no weights to download; train it: adaptivit train --data digits.")
+    small: Any = family_named(family).build(DIGITS[backbone] | given)
     nn.init.normal_(small.pos_embed, std=0.2)  # positions must be told apart from the first step on
     small.pretrained_cfg = dict(DIGITS_CFG)
     return small

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..experiments.job import Job
 from ..experiments.reproduce.plan import ReproduceConfig, plan
-from ..experiments.reproduce.tables import TABLES, Table
+from ..experiments.reproduce.tables import PAPER_TITLES, TABLES, Table
 from ..utils.text import headed
 from .command import Command
 
@@ -23,26 +23,27 @@ UNFINISHED = 75  # exit code where --minutes were not enough: try again
 
 def run(config: ReproduceConfig) -> None:
     if not config.table:
-        listing()
+        listing() if config.paper is None else of_paper(config.paper)
         return
     if config.dry_run:
         dry_run(config)
         return
     begun = time.monotonic()  # importing torch is a part of --minutes
-    plan(config)  # what is missing is an error before that
+    jobs = plan(config)  # what is missing is an error before that
     from ..experiments.reproduce.run import execute
 
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:
         rows = execute(config, begun)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on with what is missing in {config.work}", file=sys.stderr)
+        print(f"interrupted; the same command goes on with what is missing in {config.place}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    failed, left = sum(row["status"] != "ok" for row in rows), len(plan(config)) - len(rows)
-    if rows:
-        print(f"wrote results.csv, results.md{' and plots' * (failed < len(rows))} to {config.directory}")
+    failed, left = sum(row["status"] != "ok" for row in rows), len(jobs) - len(rows)
+    if rows or not jobs:
+        files = sorted(path.name for path in config.directory.glob("*"))
+        print(f"wrote {', '.join(files)} to {config.directory}")
     if failed:
         print(f"{failed} of {len(rows)} rows failed; the same command runs them again", file=sys.stderr)
         raise SystemExit(1)
@@ -68,11 +69,25 @@ def listing() -> None:
 
 
 def _heading(table: Table) -> str:
-    papers = {"aht": "AHT-ViT's paper", "avit": "A-ViT's paper", "amod": "A-MoD's paper"}
-    name = table.name.partition("-")[0]
-    if name in papers:
-        return papers[name] + (" (not run by us)" if not table.time else "")
-    return "ours: AHT-ViT, one change at a time" if name == "ablation" else "ours"
+    if table.paper:
+        return f"{PAPER_TITLES[table.paper]}'s paper (--paper {table.paper}: which were run)"
+    return "ours: AHT-ViT, one change at a time" if table.name.startswith("ablation") else "ours"
+
+
+RAN = {"own": "run on the paper's data", "other": "run on a stand-in for its data or model", "": "not run"}
+
+
+def of_paper(paper: str) -> None:
+    """Print the experiments of a paper: those that we ran on its data, on others, and not at all."""
+    own = [table for table in TABLES.values() if table.paper == paper]
+    groups: dict[str, dict[str, str]] = {}
+    for kind, heading in RAN.items():
+        for table in own:
+            if table.ran_on == kind:
+                where = f"; {table.ran}" if table.ran else ""
+                groups.setdefault(heading, {})[table.name] = f"{table.title} ({table.source}{where})"
+    print(headed(groups))
+    print(f"\nadaptivit reproduce {own[0].name} --stand-in tries one in seconds; figures: docs/results/papers.md")
 
 
 def _epochs(jobs: Sequence[Job]) -> int:

@@ -76,13 +76,13 @@ class Digits:
 
     def testing(self, batch_size: int = 120, seed: int = 1) -> list[Loaded]:
         """Every test digit at several places; the same pictures on every call."""
-        pictures = normalise(_placed(self.test_x, PLACEMENTS, seed, distort=False))
+        pictures = normalise(placed(self.test_x, PLACEMENTS, seed, distort=False))
         labels, index = self.test_y.repeat(PLACEMENTS), torch.arange(len(pictures))
         parts = (values.split(batch_size) for values in (pictures, labels, index))
         return [Loaded(images, y, i, []) for images, y, i in zip(*parts, strict=True)]
 
 
-def _placed(digits: Tensor, places: int, seed: int, distort: bool) -> Tensor:
+def placed(digits: Tensor, places: int, seed: int, distort: bool) -> Tensor:
     """Every digit at several places, [places * n, 3, 64, 64] in 0..1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([draw(digits, generator, distort) for _ in range(places)])
@@ -103,7 +103,7 @@ def splits() -> dict[str, Labelled]:
     classes = tuple(str(i) for i in range(10))
     found = {}
     for name, (x, y, places, seed, distort) in parts.items():
-        pictures = (_placed(x, places, seed, distort) * 255).round().to(torch.uint8)
+        pictures = (placed(x, places, seed, distort) * 255).round().to(torch.uint8)
         items: Any = pictures.permute(0, 2, 3, 1).contiguous().numpy()
         found[name] = Labelled(f"digits:{name}", items, y.repeat(places).tolist(), classes)
     return found

@@ -29,6 +29,8 @@ class Job:
     share: float | None = None  # a budget of static's MACs, calibrated on validation images
     paper: str = ""  # what the paper reports
     needs: str = ""  # key of the job that it starts from
+    checkpoint: str = ""  # a model that is taken as it is, with its own policy
+    differs: str = ""  # from what the paper ran, in words
 
     @property
     def rows(self) -> RowStore:

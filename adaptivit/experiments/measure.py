@@ -50,8 +50,8 @@ def report_images(job: Job) -> Labelled:
 def model_of(job: Job) -> AdaptiveViT:
     """The model as training saved it, or the weights adapted without training."""
     training = job.training
-    if job.trains:
-        return load(Path(training.out) / "model").float()
+    if job.trains or job.checkpoint:
+        return load(job.checkpoint or Path(training.out) / "model").float()
     policy, values = spec.parse(training.policy)
     found = dataset.splits(training.data)
     some = found.get("val") or found.get("train") or next(iter(found.values()))
@@ -92,6 +92,7 @@ def measure(job: Job, stop: Callable[[], bool] | None = None) -> tuple[dict[str,
         if job.share is not None:
             row |= _hold(model, job, job.share)
         size = min(training.batch_size, 256)
+        row |= {"model": model.backbone_name or "ViT", "policy": model.policy_name} if job.checkpoint else {}
         result = report.measure(model, report_images(job), device, batch_size=size, workers=training.workers)
     except Exception as error:
         text = "" if isinstance(error, UserError) else traceback.format_exc()

@@ -124,7 +124,7 @@ def test_digits_without_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_digits_held_out_are_other_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "_placed", lambda x, places, seed, distort: x[:, None].expand(-1, 3, -1, -1).clone())
+    monkeypatch.setattr(digits, "placed", lambda x, places, seed, distort: x[:, None].expand(-1, 3, -1, -1).clone())
     drawn = digits.splits.__wrapped__()
     kinds = [{item.tobytes() for item in drawn[name].items} for name in ("train", "val", "test")]
     assert not kinds[0] & kinds[1] | kinds[0] & kinds[2] | kinds[1] & kinds[2]

@@ -133,7 +133,7 @@ def test_a_table_runs_and_a_second_call_runs_what_failed_alone(
 def test_the_digits_table_cut_to_seconds(tmp_path: Path, small: Path, launched: list[str], capsys: Any) -> None:
     assert run(*words("digits", small, tmp_path), "--set", "batch_size=8", "epochs=1", "--device", "cpu") == 0
     assert launched == ["static", "static, trained on", "AHT-ViT", "A-ViT", "EViT", "fold"]
-    assert "wrote results.csv, results.md and plots" in capsys.readouterr().out
+    assert "wrote correct.npz, pareto.png, results.csv, results.md to" in " ".join(capsys.readouterr().out.split())
     rows = rows_of(tmp_path)
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert float(rows["fold", 0]["gmacs_share"]) <= 0.5 + 0.02
@@ -220,7 +220,7 @@ def test_as_many_at_a_time_as_asked_for(
             return self.returncode
 
     monkeypatch.setattr(execute, "launch", lambda job, at_a_time: Slow(job))
-    monkeypatch.setattr(execute, "_report", lambda *_: SimpleNamespace(rows=[], write=lambda plots: None))
+    monkeypatch.setattr(execute, "_report", lambda *_: SimpleNamespace(rows=[], figure=None, write=lambda plots: None))
     monkeypatch.setattr(execute, "_POLL", 0.0)
     assert run(*words("tiny", small, tmp_path), "--jobs", 3, "--device", "cpu") == 1
     assert max(map(len, seen)) == 3

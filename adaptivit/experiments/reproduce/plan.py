@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from ...checkpoint.place import checkpoint_at
 from ...errors import UserError, unknown
 from ...training import recipes
 from ...training.config import FREE, TrainConfig, with_settings, wrong_name
@@ -23,6 +24,7 @@ from ...training.methods import parse_method
 from ...utils.coerce import at_least, convert
 from ...utils.settings import command, flat, kinds
 from ..job import Job, digest
+from . import stand_in
 from .tables import TABLES, Run, Table
 
 _OWN = ("data", "weights", "teacher", "out", "resume", "recipe", "policy", "seed", "device", "workers")
@@ -32,21 +34,30 @@ _OWN = ("data", "weights", "teacher", "out", "resume", "recipe", "policy", "seed
 class ReproduceConfig:
     """Run a table or figure of ours or of a paper again: train, evaluate, write CSV, table and plot.
 
-    Without a name: what there is. A second call with the same settings goes on with what is missing.
+    Without a name: what there is, with --paper that of one paper. A second call with the same settings goes on with
+    what is missing.
     Example: adaptivit reproduce cifar100-main --data cifar100.npz --weights deit_tiny.safetensors --jobs 4
     """
 
     table: Annotated[str | None, tyro.conf.Positional] = None
-    """Name of the table; none to list them."""
+    """Name of the table or figure; none to list them."""
+    paper: Literal["aht", "avit", "amod"] | None = None
+    """List the experiments of this paper: run by us on its own data, on a stand-in for it, or not."""
     data: str | None = None
     """The data that the table is about, as for train."""
     weights: str | None = None
     """Starting weights: a file, a checkpoint directory, or a folder with BACKBONE.safetensors for every backbone of the
     table; `none` for random ones."""
+    stand_in: bool = False
+    """Run all of it in seconds on a CPU, with tiny data and a tiny model: the code is tried, no method is judged."""
+    models: tuple[str, ...] = ()
+    """Trained models to take for rows, instead of training these: a checkpoint directory for the last row, or
+    ROW=DIR."""
     out: str | None = None
     """Where results.csv, results.md and the plots go; default: runs/reproduce/TABLE."""
-    work: str = "runs/reproduce/work"
-    """Where runs, logs and finished rows are kept; tables that share it share what they have in common."""
+    work: str | None = None
+    """Where runs, logs and finished rows are kept; tables that share it share what they have in common. Default:
+    runs/reproduce/work."""
     seeds: tuple[int, ...] = ()
     """Every row once with each seed; default: the table's."""
     only: tuple[str, ...] = ()
@@ -78,13 +89,23 @@ class ReproduceConfig:
             at_least("minutes", self.minutes, 0)
         for seed in self.seeds:
             at_least("seeds", seed, 0)
-        if not self.table and any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)):
+        given = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        if not self.table and given - {"paper"}:
             raise UserError(
                 f"Expected the name of a table, e.g. adaptivit reproduce digits. Valid: {', '.join(TABLES)}."
             )
         if self.table and self.table not in TABLES:
             raise unknown("table", self.table, TABLES)
+        if self.table and self.paper:
+            raise UserError(
+                f"Expected the name of a table, or --paper {self.paper} to list those of a paper; got both."
+            )
+        for name in ("data", "weights", "models"):
+            if self.stand_in and name in given:
+                raise UserError(f"--stand-in brings its own data and weights; leave --{name} out.")
         self.changes()
+        if self.table:
+            self.taken()
 
     @property
     def what(self) -> Table:
@@ -93,7 +114,22 @@ class ReproduceConfig:
 
     @property
     def directory(self) -> Path:
-        return Path(self.out or f"runs/reproduce/{self.table}")
+        return Path(self.out or f"runs/reproduce/{self.table}{'-stand-in' * self.stand_in}")
+
+    @property
+    def place(self) -> str:
+        """Where work is kept."""
+        return self.work or (stand_in.WORK if self.stand_in else "runs/reproduce/work")
+
+    def taken(self) -> dict[str, str]:
+        """--models: checkpoint directories by row."""
+        names, found = [run.name for run in self.what.runs], {}
+        for item in self.models:
+            row, _, place = item.rpartition("=")
+            if not names or (row and row not in names):
+                raise unknown(f"row of {self.table}:", row or item, names)
+            found[row or names[-1]] = str(checkpoint_at(place))
+        return found
 
     def changes(self) -> dict[str, Any]:
         """--set, with its values converted."""
@@ -145,6 +181,8 @@ def _chosen(table: Table, only: Sequence[str]) -> set[str]:
 
 def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job | None) -> Job:
     data = config.data or ("digits" if table.data == "digits" else None)
+    if config.stand_in:
+        data = str(stand_in.data(config.place))
     if data is None:
         if not config.dry_run:
             raise UserError(f"{table.name} needs --data: {table.data}.")
@@ -155,30 +193,49 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
     else:
         shared = with_settings(TrainConfig(data, policy="static"), {**table.shared, **run.change, **given})
         training = parse_method(run.method, shared)
+    published = training
+    if config.stand_in:
+        tiny = {"backbone": stand_in.backbone(training.backbone), "seed": seed, **stand_in.SETTINGS}
+        training = with_settings(training, tiny | ({"epochs": 2} if table.curves else {}))
     training = with_settings(training, config.changes())
-    weights = start.model if start else _weights(config, table, run, training.backbone)
+    taken = config.taken().get(run.name, "")
+    weights = start.model if start else taken or _weights(config, table, run, training.backbone)
     facts = {k: v for k, v in flat(training).items() if k not in FREE}
     facts |= {"weights": start.key if start else weights}
-    if not run.train:
+    trains = run.train and not taken
+    if not trains:
         facts |= {"epochs": 0}
     # without the row's name: what other rows and tables train, too, is trained once
-    out = Path(config.work) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{digest(facts)}"
+    out = Path(config.place) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{digest(facts)}"
     key = digest(facts | {"share": run.share, "split": config.split, "limit": config.limit})
-    own = training.epochs if run.train else 0
+    own = training.epochs if trains else 0
     return Job(
         name=run.name,
         seed=seed,
         training=replace(training, weights=weights, out=str(out)),
-        trains=run.train,
+        trains=trains,
+        checkpoint=taken,
+        differs=_differs(config, table, published, training) if table.paper else "",
         epochs=own + (start.epochs if start else 0),
         share=run.share,
         split=config.split,
         limit=config.limit,
         paper=run.paper,
         key=key,
-        work=config.work,
+        work=config.place,
         needs=start.key if start else "",
     )
+
+
+def _differs(config: ReproduceConfig, table: Table, published: TrainConfig, training: TrainConfig) -> str:
+    """What of a row is not the paper's, as far as the settings tell."""
+    if config.stand_in:
+        return stand_in.WORDS
+    names = ("backbone", "epochs", "batch_size", "optim.lr")
+    mine, its = flat(training), flat(published)
+    parts = [f"{name} {mine[name]} (paper {its[name]})" for name in names if mine[name] != its[name]]
+    parts += [f"data {Path(config.data).name} (paper: {table.data})"] if config.data else []
+    return "; ".join(parts)
 
 
 def _weights(config: ReproduceConfig, table: Table, run: Run, backbone: str) -> str | None:
@@ -186,6 +243,8 @@ def _weights(config: ReproduceConfig, table: Table, run: Run, backbone: str) -> 
     if run.weights == "none" or config.weights == "none" or (config.weights is None and table.data == "digits"):
         return None
     name = run.weights or backbone
+    if config.stand_in:
+        return str(stand_in.weights(config.place, backbone))
     if config.weights is None:
         if not config.dry_run:
             raise UserError(

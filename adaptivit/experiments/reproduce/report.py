@@ -1,4 +1,4 @@
-"""What a table has found: results.csv, results.md, correct.npz, pareto.png, bars.png or curves.png."""
+"""What a table has found: results.csv, results.md, correct.npz, pareto.png, bars.png, curves.png, and its figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from ...evaluation.evaluate import Result
 from ...training import log_plots
 from ...utils.atomic_io import write_bytes, write_text
-from ...utils.console import show
+from ...utils.console import screen_table, show
 from ...utils.csv import csv_text
 from ...utils.text import markdown_table
 from ...visualize.pareto import pareto
@@ -24,6 +24,7 @@ from ..job import Job
 from ..store import COLUMNS, Row, add_differences
 from ..table import body, caption, failures, mean_table, points, provenance, several
 from ..table import screen as table_of
+from .figures import Found
 from .plots import Bar, Curve, draw_bars, draw_curves
 from .tables import Table
 
@@ -48,6 +49,7 @@ class Report:
     rows: list[Row]
     out: Path
     command: str
+    figure: Found | None = None  # what was measured of the models
 
     def __post_init__(self) -> None:
         reference = self.table.reference
@@ -68,14 +70,19 @@ class Report:
 
     def write(self, plots: bool) -> None:
         """All files of OUT; without plots where more is to come."""
-        papers = {job.name: job.paper for job in self.jobs}
-        rows = [row | {"paper": papers[row["method"]]} for row in self.rows]
-        write_text(self.out / "results.csv", csv_text(rows, (*COLUMNS, "paper")))
+        own = {job.name: {"paper": job.paper, "differs": job.differs} for job in self.jobs}
+        rows = [row | own[row["method"]] for row in self.rows]
+        columns = (*COLUMNS, "paper", "differs") if self.table.paper else (*COLUMNS, "paper")
+        if rows:
+            write_text(self.out / "results.csv", csv_text(rows, columns))
         curves = list(_curves(self.table, self.jobs)) if self.table.curves else []
         write_text(self.out / "results.md", self.markdown(bool(curves)))
-        _write_correct(self.out / "correct.npz", self)
+        if rows:
+            _write_correct(self.out / "correct.npz", self)
         if not plots:
             return
+        if self.figure is not None:
+            self.figure.write(self.out)
         if self.good and not self.table.one_cost:
             write_bytes(self.out / "pareto.png", self.front())
         elif bars := self.bars():
@@ -98,7 +105,13 @@ class Report:
             papers = {}
         text = [f"# {table.title}", "", f"`{self.command}`", ""]
         text += [f"{table.source}. `paper` is what it reports, top-1 % / GMACs.", ""] if papers else []
-        text += [table.protocol, "", *body(rows, papers)]
+        text += [table.protocol, ""]
+        text += [f"- {line}" for line in self.differs()] + [""] if self.differs() else []
+        if self.figure is not None:
+            text += _figure(self.figure)
+        if not rows:
+            return "\n".join(text).rstrip() + "\n"
+        text += body(rows, papers)
         if missing := len(self.jobs) - len(rows):
             text += [f"{missing} of {len(self.jobs)} rows have not been run.", ""]
         what = f"of {table.name}, backbone {several(rows, 'model')}"
@@ -119,6 +132,24 @@ class Report:
         if curves:
             text += ["", f"![{'Training' if table.training else 'Validation'} over the epochs](curves.png)"]
         return "\n".join(text) + "\n"
+
+    def differs(self) -> list[str]:
+        """What is not the paper's, with the rows that it holds for."""
+        rows: dict[str, list[str]] = {}
+        for job in self.jobs:
+            if job.differs and job.name not in rows.setdefault(job.differs, []):
+                rows[job.differs].append(job.name)
+        return [f"{', '.join(names)}: {words}" if len(rows) > 1 else words for words, names in rows.items()]
+
+    def beside(self) -> list[dict[str, str]]:
+        """Our figures beside the paper's, a line each."""
+        papers = {job.name: job.paper for job in self.jobs}
+        own = [
+            {"what": name, "ours": f"{float(row['top1']):.2f} / {float(row['gmacs']):.3g}", "paper": papers[name]}
+            for (name, _), row in self.good.items()
+            if papers[name]
+        ]
+        return own + [dict(line) for line in (self.figure.compared if self.figure else ())]
 
     def pairs(self, more: bool = True) -> list[Pair]:
         """Every run against the reference, and with `more` the pairs of the table."""
@@ -166,9 +197,27 @@ class Report:
 
     def screen(self) -> None:
         """The table and the failures on the screen."""
-        show(table_of(self.rows, f"{self.table.title}, cheapest first"))
-        for line in failures(self.rows):
+        if self.rows:
+            show(table_of(self.rows, f"{self.table.title}, cheapest first"))
+        if lines := self.beside():
+            cells = [[line["what"], line["ours"], line["paper"]] for line in lines]
+            show(screen_table(f"beside {self.table.source}", cells, ["", "ours", "paper"], left=3))
+        for line in (*self.differs(), *(self.figure.notes if self.figure else ()), *failures(self.rows)):
             print(line)
+
+
+def _figure(found: Found) -> list[str]:
+    """A figure's pictures, its lines beside the paper's, and what differs, in Markdown."""
+    text: list[str] = []
+    for name in found.pictures:
+        text += [f"![{name.partition('.')[0].replace('_', ' ')}]({name})", ""] if not name.endswith(".svg") else []
+    if found.compared:
+        cells = [[line["what"], line["ours"], line["paper"]] for line in found.compared]
+        text += [*markdown_table(["", "ours", "paper"], cells), ""]
+    text += [f"- {note}" for note in found.notes] + [""] if found.notes else []
+    versions = ", ".join(f"{name} {found.made[name]}" for name in ("adaptivit", "torch", "timm"))
+    made = f"{found.made['date']}; {found.made['device']}; {versions}, commit {found.made['commit'] or 'unknown'}."
+    return [*text, f"{made}{' Raw figures: [figure.csv](figure.csv).' * bool(found.rows)}", ""]
 
 
 def differences(pairs: Sequence[tuple[Result, Result]]) -> np.ndarray[Any, Any]:

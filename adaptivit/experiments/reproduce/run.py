@@ -3,7 +3,8 @@
 WORK/runs/      the run directory of every training
 WORK/rows/      finished rows by key: KEY.json and KEY.npz (which images were right)
 WORK/logs/      the output of each job
-OUT/            results.csv, results.md, correct.npz, pareto.png or bars.png, curves.csv and curves.png
+WORK/figures/   what figures measured of the models
+OUT/            results.csv, results.md, correct.npz, pareto.png or bars.png, curves.csv and curves.png; figure.csv
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from ...utils.atomic_io import write_text
 from ..job import Job
 from ..measure import report_images
 from ..store import Row, as_row
-from . import process
+from . import figures, process, stand_in
+from .figures import Found
 from .plan import ReproduceConfig, log_of, plan
 from .report import Report
 
@@ -37,18 +40,23 @@ def execute(config: ReproduceConfig, begun: float | None = None) -> list[Row]:
 
     begun: the start of --minutes by time.monotonic(); default: now.
     """
-    jobs, work = plan(config), Path(config.work)
-    report_images(jobs[0])  # raises what is wrong with the data before anything runs
+    work = Path(config.place)
+    if config.stand_in:
+        stand_in.prepare(config.place)
+    jobs = plan(config)
+    if jobs:
+        report_images(jobs[0])  # raises what is wrong with the data before anything runs
     if not (work / ".gitignore").exists():
         write_text(work / ".gitignore", "*\n")
     batch = _Batch(config, jobs, _end(config, begun), lambda rows: _report(config, rows).write(plots=False))
     try:
         batch.run()
-    finally:
-        report = _report(config, batch.rows)
-        if report.rows:
-            report.write(plots=True)
-    if report.rows:
+        found = _figure(config, jobs, batch) if config.what.figure else None
+    except BaseException:
+        _write(_report(config, batch.rows))
+        raise
+    report = _report(config, batch.rows, found)
+    if _write(report):
         report.screen()
     return [batch.rows[job.key] | {"method": job.name} for job in jobs if job.key in batch.rows]
 
@@ -61,13 +69,29 @@ def _end(config: ReproduceConfig, begun: float | None) -> float:
     return (time.monotonic() if begun is None else begun) + max(0.9 * seconds, seconds - 1.5 * _LEAVE)
 
 
-def _report(config: ReproduceConfig, found: dict[str, Row]) -> Report:
+def _write(report: Report) -> bool:
+    """Write what there is; False where there is nothing yet."""
+    if report.rows or report.figure is not None:
+        report.write(plots=True)
+    return bool(report.rows) or report.figure is not None
+
+
+def _figure(config: ReproduceConfig, jobs: list[Job], batch: _Batch) -> Found | None:
+    """What the table's figure measures of its models, once all are there and if there is time."""
+    given = figures.given_of(config.what, jobs, batch.rows, config.stand_in)
+    if given is None or time.monotonic() >= batch.end:
+        return None
+    batch.console.print(f"{config.what.figure}: measuring", markup=False, highlight=False)
+    return figures.measured(given, Path(config.place) / "figures")
+
+
+def _report(config: ReproduceConfig, found: dict[str, Row], figure: Found | None = None) -> Report:
     """All rows of the table: what this call found, and what other calls have finished."""
     table = config.what
     jobs = plan(replace(config, only=(), seeds=tuple({*table.seeds, *config.seeds}), dry_run=True))
     known = ((job, found.get(job.key) or job.rows.finished(job.key)) for job in jobs)
     rows = [row | {"method": job.name} for job, row in known if row is not None]
-    return Report(table, jobs, rows, config.directory, config.command())
+    return Report(table, jobs, rows, config.directory, config.command(), figure)
 
 
 def launch(job: Job, at_a_time: int) -> subprocess.Popen[bytes]:
@@ -125,14 +149,25 @@ class _Batch:
         if len(self.running) >= self.config.jobs or job.training.out in busy:
             return False
         job.rows.path(job.key).unlink(missing_ok=True)
+        if self.config.stand_in:
+            self._here(job)
+            return True
         self.running[job.key] = job, launch(job, self.config.jobs)
         self._print(job, f"started, log {log_of(job)}")
         return True
 
+    def _here(self, job: Job) -> None:
+        """Run a job in this process: a stand-in's takes less than the start of another."""
+        log = log_of(job)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
+            process.run(job)
+        self._result(job, 0)
+
     def _collect(self) -> None:
         """Take the results of jobs that have ended, or wait a little."""
         ended = [(job, running) for job, running in self.running.values() if running.poll() is not None]
-        if not ended:
+        if not ended and self.running:
             time.sleep(_POLL)
         for job, running in ended:
             self._take(job, running)
@@ -143,13 +178,16 @@ class _Batch:
         """The result of a job that has ended."""
         del self.running[job.key]
         _close(ended)
+        self._result(job, ended.returncode)
+
+    def _result(self, job: Job, code: int | None) -> None:
         row = job.rows.finished(job.key)
         if row is not None:
             self.rows[job.key] = row
             self._print(job, f"top-1 {float(row['top1']):.2f} %, {float(row['gmacs']):.4g} GMACs")
         else:
             reason = (job.rows.get(job.key) or {}).get("reason")
-            self._failed(job, reason or f"its process ended with code {ended.returncode}; see {log_of(job)}")
+            self._failed(job, reason or f"its process ended with code {code}; see {log_of(job)}")
 
     def _failed(self, job: Job, reason: str) -> None:
         known = {"model": job.training.backbone, "method": job.name, "seed": job.seed, "recipe": job.key}

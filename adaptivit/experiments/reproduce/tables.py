@@ -27,6 +27,7 @@ from typing import Any
 from ...training.recipes import RECIPES
 
 Record = Mapping[str, Any]
+PAPER_TITLES = {"aht": "AHT-ViT", "avit": "A-ViT", "amod": "A-MoD"}
 _FORMS = ("protocol", "epochs", "first", "runs", "at", "recipes", "base", "settings", "each", "pairs")
 
 
@@ -54,7 +55,7 @@ class Table:
     title: str
     protocol: str  # what all runs have in common, in words
     runs: tuple[Run, ...]
-    data: str  # in words; `digits` is a name that needs no file
+    data: str  # in words; `digits` is a name that needs no file, nothing for a figure that looks at no image
     source: str = "ours"  # of a paper: which table or figure
     shared: Mapping[str, Any] = field(default_factory=dict)  # settings of training for runs that name a method
     seeds: tuple[int, ...] = (0,)
@@ -64,6 +65,10 @@ class Table:
     training: bool = False  # of the training batches instead (accuracy, mean_depth)
     one_cost: bool = False  # rows differ in accuracy alone: no plot against cost
     time: str = ""  # measured, with the machine
+    figure: str = ""  # what is measured of the rows' models afterwards: a file of figures/
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the figure
+    ran_on: str = ""  # of a paper, by us: "own" data, "other" (a stand-in for it), "" for neither
+    ran: str = ""  # and where its results are: a page of docs/results
 
     def __post_init__(self) -> None:
         names = [run.name for run in self.runs]
@@ -73,6 +78,13 @@ class Table:
             assert not run.start or run.start in names[:i], f"{self.name}: {run.name} starts from a later run"
         assert {name for pair in self.pairs for name in pair} <= set(names), self.name
         assert not self.reference or self.reference in names, self.name
+        assert self.ran_on in ("", "own", "other"), self.name
+
+    @property
+    def paper(self) -> str:
+        """aht, avit or amod; empty for a table of ours."""
+        first = self.name.partition("-")[0]
+        return first if first in PAPER_TITLES else ""
 
 
 def saving(share: float) -> str:

@@ -1,0 +1,88 @@
+"""The papers' experiments, each whole on its stand-in: every row, figure and picture."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from adaptivit.experiments.reproduce import TABLES
+from tests.support.commands import refused, run
+
+PAPERS = [name for name, table in TABLES.items() if table.paper]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stand-in")
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.xdist_group(f"papers_{n.startswith('amod')}")) for n in PAPERS]
+)
+def test_an_experiment_runs_on_its_stand_in(name: str, work: Path, tmp_path: Path, capsys: Any) -> None:
+    table, out = TABLES[name], tmp_path / "out"
+    assert run("reproduce", name, "--stand-in", "--work", work, "--out", out, "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    text = (out / "results.md").read_text()
+    if table.runs:
+        found = rows(out / "results.csv")
+        assert {row["method"] for row in found} == {r.name for r in table.runs}
+        assert {row["status"] for row in found} == {"ok"}
+        assert {row["differs"] for row in found} == {"stand-in: 64 digits, a ViT of 6 blocks, 1 epoch"}
+        assert "stand-in:" in printed
+        assert "stand-in:" in text
+        assert all(run.paper in text for run in table.runs)
+    if table.figure:
+        assert rows(out / "figure.csv")
+        assert "Raw figures" in text
+    for picture in out.glob("*.png"):
+        with Image.open(picture) as image:
+            assert image.width > 200, picture.name
+            assert image.convert("L").getextrema()[0] < 200, picture.name  # something is drawn
+    assert any(out.glob("*.png")) or not table.runs
+
+
+def test_experiments_of_a_paper_are_listed_by_what_was_run(capsys: Any) -> None:
+    for paper in ("aht", "avit", "amod"):
+        assert run("reproduce", "--paper", paper) == 0
+        printed = capsys.readouterr().out
+        for name, table in TABLES.items():
+            assert (f"  {name}: " in printed) == (table.paper == paper)
+    assert "run on the paper's data\n  amod-table-2: Parameters" in printed
+
+
+def test_mistakes(tmp_path: Path, capsys: Any) -> None:
+    assert "brings its own data" in refused(capsys, "reproduce", "avit-figure-7", "--stand-in", "--data", "x.npz")
+    assert "leave --models out" in refused(capsys, "reproduce", "avit-figure-7", "--stand-in", "--models", tmp_path)
+    assert "got both" in refused(capsys, "reproduce", "avit-figure-7", "--paper", "avit")
+    assert "avit-paper" in refused(capsys, "reproduce", "avit-figure-7", "--models", f"no-row={tmp_path}")
+
+
+def test_a_trained_model_takes_a_rows_place(work: Path, tmp_path: Path) -> None:
+    given = ("reproduce", "aht-table-5", "--device", "cpu")
+    assert run(*given, "--stand-in", "--work", work, "--out", tmp_path / "a") == 0
+    model = next(work.glob("runs/aht-*/model"))
+    data = work / "stand-in" / "data.npz"
+    more = ("--data", data, "--models", f"aht-balanced={model}", model, "--work", tmp_path / "w")
+    assert run(*given, *more, "--out", tmp_path / "b") == 0
+    again = rows(tmp_path / "b" / "results.csv")
+    assert {row["model"] for row in again} == {"digits_vit"}
+    assert all("data data.npz (paper: ImageNet-1k" in row["differs"] for row in again)
+    known = {row["top1"] for row in rows(tmp_path / "a" / "results.csv")}
+    assert {row["top1"] for row in again} <= known
+    assert {row["epochs"] for row in again} == {"0"}
+
+
+def test_the_page_of_the_papers_has_a_line_for_each() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "results" / "papers.md").read_text()
+    lines = {line.split("`")[1]: line.split(" | ")[2] for line in page.splitlines() if line.startswith("| `")}
+    assert lines == {name: TABLES[name].ran_on or "not run" for name in PAPERS}
