@@ -42,6 +42,7 @@ def record(name: str, home: str, title: str, colour: str = "", recipe: str = "")
 
 Slack = Annotated[float, Check(lambda v: 0 <= v < 1, "0 <= eps < 1")]
 _DISTINCT = Check(lambda v: len(set(v)) == len(v), "different block numbers")
+_FALLING = Check(lambda v: len(v) > 0 and list(v) == sorted(v, reverse=True), "shares that do not rise, e.g. 0.7+0.4")
 Blocks = Annotated[tuple[int, ...], Check(lambda v: len(v) > 0, "at least one block number"), _DISTINCT]
 
 
@@ -221,6 +222,19 @@ class DynamicViTSettings(Settings):
     """Before which blocks, e.g. 3+6+9; default: a quarter, half and three quarters of the depth."""
     removal: Literal["drop", "merge"] = "drop"
     """A dropped patch vanishes (the paper), or merges into its most similar kept patch."""
+
+
+@record("spvit", "spvit:SPViT", "SPViT", "#b3541e", recipe="spvit")
+@dataclass(frozen=True)
+class SPViTSettings(Settings):
+    """SPViT: a multi-head selector prunes patches in stages, each stage's into one package token."""
+
+    keep: Annotated[tuple[Share, ...], _FALLING] = (0.7, 0.39, 0.21)
+    """Share of all patches kept after each stage: what training aims at, and what `select=count` keeps."""
+    blocks: Blocks | None = None
+    """Before which blocks, e.g. 3+6+9; default: a quarter, half and three quarters of the depth."""
+    select: Literal["threshold", "count"] = "threshold"
+    """A patch stays whose keep probability is at least 0.5 (the paper), or the best ones, as many in every image."""
 
 
 @record("evit", "evit:EViT", "EViT", "#8e5aa8")

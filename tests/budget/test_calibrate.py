@@ -38,8 +38,18 @@ from tests.support.reference_vit import randomised
 
 pytestmark = pytest.mark.xdist_group("calibrate")  # curves that are measured once
 
-SHIFTS = ("aht", "aht_merge, few blocks", "avit", "avit, networks", "act", "confidence", "similarity", "pondernet")
-COUNTS = ("mod", "amod", "dynamicvit", "evit", "tome", "fold", "static")
+SHIFTS = (
+    "aht",
+    "aht_merge, few blocks",
+    "avit",
+    "avit, networks",
+    "act",
+    "confidence",
+    "similarity",
+    "pondernet",
+    "spvit",
+)
+COUNTS = ("mod", "amod", "dynamicvit", "spvit, counted", "evit", "tome", "fold", "static")
 CURVES: dict[str, Calibration] = {}
 
 

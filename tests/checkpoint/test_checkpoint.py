@@ -31,6 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "mod": {"capacity": 0.4, "router": "mlp"},
     "amod": {"capacity": 0.4},
     "dynamicvit": {"keep": 0.6, "blocks": (1, 3)},
+    "spvit": {"keep": (0.6, 0.3), "blocks": (1, 3)},
     "evit": {"keep": 0.6},
     "tome": {"r": [3, 2, 1]},
     "fold": {"budget": 0.7},

@@ -29,6 +29,7 @@ HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "received": ("aht_merge", PAPERS | {"beta": -0.5, "feature": "received", "removal": "drop"}),
     "aht_merge": ("aht_merge", PAPERS | {"beta": -1.0}),
     "avit": ("avit", {"gate_center": 1.0}),
+    "spvit": ("spvit", {}),
     "act": ("act", {"bias": 0.0}),
     "confidence": ("confidence", {"threshold": 0.2}),
     "similarity": ("similarity", {"threshold": 3.0}),
@@ -145,6 +146,7 @@ def test_onnx_says_what_the_model_says(policy: str, given: Any, kind: str, tmp_p
     [
         ("avit", {"gate_center": 1.0}, "ragged"),
         ("mod", {}, "topk"),
+        ("spvit", {}, "ragged"),
         ("aht_merge", {"beta": 0.5, "gamma": 2.0}, "ragged"),
     ],
 )

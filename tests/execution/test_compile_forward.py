@@ -24,6 +24,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "mod": [{}],
     "amod": [{}],
     "dynamicvit": [{}],
+    "spvit": [{}, {"select": "count"}],
     "evit": [{}],
     "tome": [{"r": 2}],
     "fold": [{"keep": 0.8}],

@@ -18,6 +18,7 @@ LOOKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "tome": ({"r": 2}, []),
     "mod": ({}, []),
     "dynamicvit": ({}, []),
+    "spvit": ({"select": "count"}, []),
     "static": ({}, []),
 }
 

@@ -26,6 +26,7 @@ QUIET: dict[str, tuple[str, dict[str, Any]]] = {
     "aht_merge": ("aht_merge", {"gamma": 2.0, "beta": -1.0}),
     "evit": ("evit", {}),
     "dynamicvit": ("dynamicvit", {}),
+    "spvit": ("spvit", {}),
     "tome": ("tome", {"r": 2}),
     "fold": ("fold", {"keep": 0.8}),
     "amod, last block dense": ("amod", {"blocks": (1,)}),

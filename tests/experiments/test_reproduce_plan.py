@@ -79,6 +79,7 @@ def test_every_recipe_of_a_paper_is_in_a_table() -> None:
         "aht-merge",
         "avit-tiny",
         "avit-small",
+        "spvit",
         "evit",
         "amod",
         "mod",

@@ -33,6 +33,7 @@ CASES: list[tuple[str, str, dict[str, Any], float, int]] = [
     ("S", "amod", {"capacity": 0.125}, 2.60, 2),
     ("S", "amod", {"capacity": 0.7}, 3.88, 2),
     ("S", "dynamicvit", {"keep": 0.7}, 2.88, 2),
+    ("S", "spvit", {"select": "count"}, 2.65, 2),
     ("S", "evit", {}, 3.03, 2),
     ("S", "evit", {"fuse": False}, 3.00, 2),
     ("T", "evit", {}, 0.821, 3),

@@ -130,7 +130,18 @@ def test_an_isoflop_model_has_the_printed_cost(name: str) -> None:
 
 
 def test_every_recipe_of_a_paper_has_its_facts_here_or_beside() -> None:
-    others = {"aht-budget", "aht-merge", "avit-tiny", "avit-small", "dynamicvit", "evit", "amod", "mod", "pondernet"}
+    others = {
+        "aht-budget",
+        "aht-merge",
+        "avit-tiny",
+        "avit-small",
+        "dynamicvit",
+        "spvit",
+        "evit",
+        "amod",
+        "mod",
+        "pondernet",
+    }
     cars = {"static-isoflop-cars-small", "static-isoflop-cars-base"}
     assert set(RECIPES) == set(FACTS) | set(ISOFLOP) | others | cars
 

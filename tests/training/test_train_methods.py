@@ -20,7 +20,7 @@ from tests.support.commands import log, refused, static, train
 from tests.support.data_sets import split_folder
 from tests.support.training import batch, named
 
-NEW = ("dynamicvit", "evit", "mod", "amod", "act", "confidence", "similarity", "pondernet")
+NEW = ("dynamicvit", "spvit", "evit", "mod", "amod", "act", "confidence", "similarity", "pondernet")
 
 
 def trainer(config: TrainConfig) -> Trainer:
@@ -51,7 +51,7 @@ def test_a_step_of_each_recipe_moves_the_policy(name: str) -> None:
     change = moved(one.model, before)
     assert change["vit.blocks.0.attn.qkv.weight"] > 0
     own = {k: v for k, v in change.items() if k.startswith("policy.")}
-    assert bool(own) == (name in ("dynamicvit", "mod", "act"))
+    assert bool(own) == (name in ("dynamicvit", "spvit", "mod", "act"))
     assert all(v > 0 for v in own.values()), own
 
 

@@ -36,6 +36,7 @@ RANKING: dict[str, dict[str, Any]] = {
     "mod": {},
     "amod": {},
     "dynamicvit": {},
+    "spvit": {"select": "count"},
     "evit": {"keep": 0.6},
     "fold": {"keep": 0.7},
     "tome": {"r": 2},
@@ -407,7 +408,7 @@ def test_a_page_of_every_policy_stands_alone(policy: str) -> None:
     read = standing_alone(text)
     assert "adaptivit &lt;x&gt;" in text
     assert read.tags.count("article") == text.count('type="range"') == 2
-    assert ("Merged regions" in text) == (policy in ("evit", "fold", "tome"))
+    assert ("Merged regions" in text) == (policy in ("spvit", "evit", "fold", "tome"))
     assert ("Planned depth" in text) == (policy == "aht")
     assert ("Easy and hard" in text) == (not seen.equal)
     assert text.count("data-text=") == 2 * 6

@@ -25,6 +25,7 @@ FILES = {
     "aht": "AHT-ViT, and what its paper compares with",
     "avit": "A-ViT, and what its paper compares with",
     "dynamicvit": "DynamicViT",
+    "spvit": "SPViT",
     "evit": "EViT",
     "amod": "MoD and A-MoD, and what the paper compares with",
     "exits": "ACT, early exits and PonderNet: A-ViT's baselines",
