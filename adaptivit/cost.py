@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .utils.coerce import up_to
+
+if TYPE_CHECKING:  # a checkpoint's description is checked without torch
+    from torch import Tensor, nn
 
 Size = Annotated[int, up_to(10**9)]
 Index = Annotated[int, up_to(10**9, 0)]
@@ -49,6 +49,8 @@ class Shape:
 
 def row_macs(module: nn.Module) -> int:
     """Multiply-accumulates of a row-wise module (planner, router) for one row."""
+    from torch import nn
+
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
@@ -121,4 +123,4 @@ class CostModel:
         if name == "halted_row":  # one more row through the block
             projections = shape.dim * shape.attention_dim * (5 if shape.gated else 4)
             return present * 2 * shape.attention_dim + projections + 2 * shape.dim * shape.mlp_dim
-        return torch.zeros_like(present)
+        return present * 0

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import __version__, backbones, policies, tasks
-from .backbones import family_of
+from . import policies
 from .backbones.build import build_backbone, rebuild
+from .backbones.families import FAMILIES, family_of
 from .backbones.preprocessing import Preprocessing
 from .backbones.slim import narrow
 from .checkpoint import format as checkpoint
+from .checkpoint.config import check_known, check_sizes
 from .checkpoint.weights import State, check_fit, fill, fit_backbone, fit_policy, read_weights
 from .cost import Shape
 from .errors import UserError, WeightsError, first_line
@@ -64,7 +65,7 @@ def create(
 
 def _classes(asked: int | None, backbone: Any, state: State) -> tuple[int | None, bool]:
     """Outputs of the head, those of the weights where no others are asked for; and whether the weights' head stays."""
-    weights = [family.head_keys[0] for family in backbones.FAMILIES if family.head_keys]
+    weights = [family.head_keys[0] for family in FAMILIES if family.head_keys]
     stored = next((state[key].shape[0] for key in weights if key in state), None)
     if asked is None and isinstance(backbone, Mapping):
         asked = backbone.get("num_classes")
@@ -98,7 +99,7 @@ def load(directory: str | Path, *, allow_nonfinite: bool = False) -> AdaptiveViT
     allow_nonfinite takes weights with NaN or infinity, which are refused."""
     stored = checkpoint.read(directory, allow_nonfinite)
     config, path = stored.config, stored.place / "config.json"
-    _check_known(config, path)
+    check_known(config, path)
     _check_shapes(stored)
     with _explained(path):
         described = config["backbone"]
@@ -116,9 +117,7 @@ def load(directory: str | Path, *, allow_nonfinite: bool = False) -> AdaptiveViT
 def _check_shapes(stored: checkpoint.Stored) -> None:
     """Refuse a description whose weights are not those in the file, before anything of its size is allocated."""
     config, shapes = stored.config, stored.shapes
-    depth = config["backbone"].get("kwargs", {}).get("depth", 0)
-    if depth > len(shapes):
-        raise WeightsError(f"The weights in {stored.source} do not fit the model: {len(shapes)} for {depth} blocks.")
+    check_sizes(config["backbone"], {name: list(value.shape) for name, value in shapes.items()}, stored.source)
     with _explained(stored.place / "config.json"), torch.device("meta"):
         vit = rebuild(config["backbone"])
         if config["policy"] in policies.BUILT_IN:
@@ -139,21 +138,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise WeightsError(f"{path}: {error}") from None
     except Exception as error:  # what a file asks for can fail in any way
         raise WeightsError(f"Damaged checkpoint: {path} ({type(error).__name__}: {first_line(error)}).") from error
-
-
-def _check_known(config: dict[str, Any], path: Path) -> None:
-    """Refuse a policy, a setting or a task that this version does not know, with what to do."""
-    saved = f"(saved by adaptivit {config.get('adaptivit', '?')}, this is {__version__})"
-    for kind, name, registry in (("policy", config["policy"], policies), ("task", config["task"], tasks)):
-        if not registry.known(name):
-            raise WeightsError(
-                f"{path} names the {kind} {name!r}, which is unknown here {saved}. "
-                f"Register your own before loading: --import FILE, or in Python adaptivit.register_{kind}({name!r})."
-            )
-    try:
-        make(config["policy"], config["settings"])
-    except UserError as error:
-        raise WeightsError(f"{path} {saved}: {error} Correct it there, or use the version that saved it.") from None
 
 
 def _describe(model: AdaptiveViT, config: dict[str, Any]) -> None:
@@ -204,7 +188,7 @@ def _is_same(backbone: Any, policy: str, config: dict[str, Any], directory: Path
     if held not in ("static", policy) and policy != "static":
         raise WeightsError(f"{directory} holds the policy {held!r}, but {policy!r} was asked for.")
     if held == policy:
-        _check_known(config, directory / "config.json")
+        check_known(config, directory / "config.json")
     return bool(held == policy)
 
 

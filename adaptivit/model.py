@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import policies
-from .backbones import family_of
+from .backbones.families import family_of
 from .backbones.preprocessing import Preprocessing
 from .backbones.protocol import Backbone
 from .budget.control import Budgets, BudgetState, RunSetting, join_outputs

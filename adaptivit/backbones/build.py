@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedBackbone, UserError, WeightsError, first_line
-from . import family_named, family_of
+from .families import family_named, family_of
 from .names import check_name, nearest
 from .protocol import Backbone
 

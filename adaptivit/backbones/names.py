@@ -8,7 +8,7 @@ import timm
 import torch
 
 from ..errors import UnsupportedBackbone
-from . import FAMILIES, family_of
+from .families import FAMILIES, family_of
 
 _FALLBACK = "deit_tiny_patch16_224"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
-
-import torch
-from PIL import Image
-from torch import Tensor, nn
-from torchvision.transforms import InterpolationMode, v2
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..utils.coerce import Check, convert, require, up_to
+
+if TYPE_CHECKING:  # a checkpoint's values are checked without torch
+    from PIL import Image
+    from torch import Tensor, nn
+    from torchvision.transforms import InterpolationMode
 
 Side = Annotated[int, up_to(8192)]
 Mean = Annotated[float, Check(lambda v: abs(v) <= 1000, "a number in -1000..1000")]
@@ -60,11 +60,15 @@ class Preprocessing:
 
     @property
     def mode(self) -> InterpolationMode:
+        from torchvision.transforms import InterpolationMode
+
         return InterpolationMode(self.interpolation)
 
     def evaluation(self) -> Callable[[Image.Image], Tensor]:
         """Resize the shorter side to size / crop_pct and take the centre; an image of just the right size is
         already cropped and left alone, and of a very long one the middle part alone is resized."""
+        from torchvision.transforms import v2
+
         fit = v2.Compose([v2.Resize(self.shorter, interpolation=self.mode), v2.CenterCrop(self.size)])
         finish = self.to_tensor()
 
@@ -85,6 +89,9 @@ class Preprocessing:
 
     def to_tensor(self) -> Callable[[Image.Image], Tensor]:
         """Normalised floats [3, H, W], without a resize."""
+        import torch
+        from torchvision.transforms import v2
+
         finish: Any = v2.Compose(
             [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)]
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import AttentionPoolLatent, DropPath, LayerScale, Mlp, PatchEmbed
@@ -18,39 +18,8 @@ from torch import Tensor, nn
 
 from ..cost import Shape
 from ..errors import UnsupportedBackbone, UserError
-from ..utils.coerce import Check, up_to
-from .preprocessing import Side
 from .protocol import AttentionWeights, Backbone, MlpWeights, Rates, Stem
-
-
-class Arguments(TypedDict, total=False):
-    """Arguments of a checkpoint's VisionTransformer."""
-
-    distilled: bool
-    norm_eps: Annotated[float, Check(lambda v: 0 <= v <= 1, "a number in 0..1")]
-    patch_size: tuple[Side, Side]
-    in_chans: Annotated[int, up_to(4096)]
-    embed_dim: Annotated[int, up_to(2**16)]
-    depth: Annotated[int, up_to(1024)]
-    num_heads: Annotated[int, up_to(2**12)]
-    mlp_ratio: Annotated[float, Check(lambda v: 0 < v <= 1024, "a number in 0..1024")]
-    qkv_bias: bool
-    proj_bias: bool
-    qk_norm: bool
-    scale_attn_norm: bool
-    scale_mlp_norm: bool
-    init_values: float | None
-    global_pool: Literal["token", "avg", "avgmax", "max", "map"]
-    class_token: bool
-    reg_tokens: Annotated[int, up_to(4096, 0)]
-    no_embed_class: bool
-    pos_embed: Literal["none", "learn"]
-    pre_norm: bool
-    final_norm: bool
-    fc_norm: bool
-    pool_include_prefix: bool
-    dynamic_img_size: bool
-    dynamic_img_pad: bool
+from .stored import Arguments
 
 
 class TimmViT(Backbone):

@@ -6,80 +6,32 @@ import functools
 import hashlib
 import json
 import shutil
-import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 from safetensors.torch import save as to_bytes
 
-from .. import __version__, tasks
-from ..backbones import family_named
+from .. import __version__
 from ..backbones.build import describe_backbone
-from ..backbones.preprocessing import Preprocessing, Side
-from ..budget.curve import Calibration
-from ..cost import Shape
 from ..errors import UserError, WeightsError
 from ..model import AdaptiveViT
-from ..policies.renamed import upgraded
 from ..utils.atomic_io import new_directory, write_bytes, write_text
-from ..utils.coerce import Count, Name, convert, require, up_to
+from ..utils.coerce import require
 from ..utils.text import json_text
 from . import model_card
-from .place import LARGEST, checkpoint_at, read_object
-from .weights import State, digest_of, read_shapes, read_weights, tensors
+from .config import FORMAT, OWN, read_config
+from .place import LARGEST, checkpoint_at, digest_of
+from .weights import State, read_shapes, read_weights, tensors
 
-FORMAT = 3  # 1 had no digest of the weights, 1 and 2 other names of policies' settings
 FILES = ("model.safetensors", "config.json", "README.md", model_card.PICTURE)
-
-
-class _Changes(TypedDict, total=False):
-    num_classes: Annotated[int, up_to(10**7, 0)]
-    img_size: tuple[Side, Side]
-
-
-class _BackboneNeeds(TypedDict):
-    changes: _Changes  # nothing else may get into what builds the backbone: `pretrained` would start a download
-
-
-class _Backbone(_BackboneNeeds, total=False):
-    name: Name | None
-    family: Name
-    kwargs: dict[str, Any]  # checked by its family
-
-
-class _Digest(TypedDict):
-    sha256: Name
-
-
-class _Needs(TypedDict):
-    format: Count
-    backbone: _Backbone
-    policy: Name
-    settings: dict[str, Any]  # checked by its policy
-    preprocessing: Preprocessing
-
-
-class Config(_Needs, total=False):
-    """config.json about the model itself; what else it has are notes (results, ...)."""
-
-    adaptivit: Name
-    weights: _Digest | None
-    task: Name | None
-    class_names: list[str] | None
-    whole: Shape | None
-    calibration: Calibration | None
-    max_macs: Name | None
-
-
-_OWN = set(typing.get_type_hints(Config))
 
 
 def save(model: AdaptiveViT, directory: str | Path, extra: dict[str, Any], images: Any = None, name: str = "") -> None:
     """Write a checkpoint in one step; its card shows halting maps of `images` and calls it `name`."""
     if model.policy_name == "replay":
         raise UserError("A replay belongs to one batch and is not a checkpoint; save the trace with save_trace.")
-    if odd := sorted(_OWN & set(extra)):
+    if odd := sorted(OWN & set(extra)):
         raise UserError(f"save_pretrained: {odd[0]!r} is a field of the model itself; give the note another name.")
     if wrong := class_name_mismatch(model):
         raise UserError(f"save_pretrained: class_names has {wrong}.")
@@ -173,7 +125,7 @@ class Stored:
 
     @property
     def notes(self) -> dict[str, Any]:
-        return {k: v for k, v in self.config.items() if k not in _OWN}
+        return {k: v for k, v in self.config.items() if k not in OWN}
 
     def policy_state(self) -> State:
         """The policy's own weights, under the policy's own keys."""
@@ -195,54 +147,3 @@ def read(directory: str | Path, allow_nonfinite: bool = False) -> Stored:
     place = checkpoint_at(directory)
     config = read_config(place)
     return Stored(place, config, read_shapes(place / "model.safetensors"), allow_nonfinite)
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory; errors are one line."""
-    path = checkpoint_at(directory) / "config.json"
-    try:
-        config = read_object(path)
-        if not {"adaptivit", "policy", "format"} & set(config):
-            raise WeightsError(f"Not a checkpoint of adaptivit: {path} was written by something else.")
-        version = convert("format", config.get("format"), Count, strict=True)
-        if version <= FORMAT:
-            _check(config)
-    except WeightsError:
-        raise
-    except UserError as error:
-        raise WeightsError(f"Damaged checkpoint: {path}: {error}") from None
-    if version > FORMAT:
-        raise WeightsError(f"{directory} was saved by a newer adaptivit (format {version}); upgrade adaptivit.")
-    config["task"] = config.get("task") or tasks.DEFAULT
-    if version < 3:
-        _upgrade(config, path)
-    return config
-
-
-def _upgrade(config: dict[str, Any], path: Path) -> None:
-    """Turn formats 1 and 2 into today's."""
-    try:
-        config["settings"] = upgraded(config["policy"], config["settings"])
-    except UserError as error:
-        raise WeightsError(f"{path} (saved by adaptivit {config.get('adaptivit', '?')}): {error}") from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise WeightsError(f"Damaged checkpoint: {path} ({error!r}).") from None
-    if "weights" not in config and (path.parent / "model.safetensors").is_file():
-        config["weights"] = {"sha256": digest_of(path.parent / "model.safetensors")}
-    config["format"] = FORMAT
-
-
-def _check(config: dict[str, Any]) -> None:
-    """UserError unless types and ranges are those of what save writes."""
-    convert("", {name: value for name, value in config.items() if name in _OWN}, Config, strict=True)
-    described, version = config["backbone"], config["format"]
-    if described.get("name") is None:
-        family = family_named(described.get("family", "timm_vit"))
-        require("kwargs" in described, "backbone", "a name or kwargs", described)
-        if family.stored is not None:
-            convert("backbone.kwargs", described["kwargs"], family.stored, strict=True)
-    if version >= 2 and config.get("weights") is None:
-        raise UserError("weights is missing.")
-    Preprocessing.from_config(config["preprocessing"])
-    if config.get("calibration") is not None:
-        Calibration.from_config(config["calibration"])

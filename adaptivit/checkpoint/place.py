@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from ..errors import UserError, WeightsError, first_line
 from ..utils.atomic_io import recover
@@ -49,6 +52,23 @@ def read_object(path: Path) -> dict[str, Any]:
         raise UserError(f"{type(error).__name__}: {first_line(error)}.") from None
     require(isinstance(found, dict), "the file", "an object", found)
     return dict(found)
+
+
+def header_of(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of every tensor in a .safetensors file."""
+    if not path.is_file():
+        raise WeightsError(f"Weights not found: {path}.")
+    try:
+        with safe_open(str(path), "np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_random_weights(weights: str | None, backbone: str | None = None) -> bool:

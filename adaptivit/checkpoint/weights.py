@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -10,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..backbones import family_of
+from ..backbones.families import family_of
 from ..errors import WeightsError, first_line
 from ..model import AdaptiveViT
 from ..utils.sharded import like, whole
+from .place import header_of
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -81,20 +81,10 @@ def _plain(value: object) -> bool:
 
 def read_shapes(path: str | Path) -> State:
     """The tensors of a .safetensors file on the device "meta": shapes and types, from its header alone."""
-    if not Path(path).is_file():
-        raise WeightsError(f"Weights not found: {path}.")
-    try:
-        with safe_open(str(path), "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            kinds = {name: _KINDS.get(part.get_dtype(), torch.int64) for name, part in slices.items()}
-            return {k: torch.empty(v.get_shape(), dtype=kinds[k], device="meta") for k, v in slices.items()}
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise WeightsError(f"Damaged or unreadable weights file: {path} ({first_line(error)}).") from None
-
-
-def digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    header = header_of(Path(path))
+    return {
+        k: torch.empty(shape, dtype=_KINDS.get(kind, torch.int64), device="meta") for k, (kind, shape) in header.items()
+    }
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:

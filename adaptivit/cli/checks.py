@@ -1,4 +1,4 @@
-"""Paths and flags of a command, checked before torch is imported, which takes seconds."""
+"""Paths, checkpoints and flags of a command, checked before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..budget import curve
-from ..checkpoint.place import checkpoint_at
+from ..checkpoint import config as stored
 from ..errors import DataError, UserError, WeightsError
 from ..policies import spec
 from ..utils.settings import flat
 
 
 def check(config: Any) -> None:
-    """Refuse flags that do not go together, policies and budgets that cannot be, and paths that are not there."""
+    """Refuse flags that do not go together, what cannot be, and paths and checkpoints that are not there or damaged."""
     parts: tuple[Any, ...] = (config, getattr(config, "model", None))
     for part in parts:
         if hasattr(part, "verify"):
@@ -38,6 +38,8 @@ def _policy(text: str, _: str) -> None:
 def _weights(path: str, _: str) -> None:
     if path != "none" and not Path(path).exists():
         raise WeightsError(f"Weights not found: {path}.")
+    if Path(path).is_dir():
+        stored.read_config(path)
 
 
 def _data(path: str, _: str) -> None:
@@ -65,7 +67,7 @@ def _profile(name: str, what: str) -> None:
 _CHECKS: dict[str, Callable[[str, str], Any]] = {
     **dict.fromkeys(("policy", "policies"), _policy),
     **dict.fromkeys(("budget", "max_macs"), curve.parse),
-    **dict.fromkeys(("checkpoint", "compare_to"), lambda path, _: checkpoint_at(path)),
+    **dict.fromkeys(("checkpoint", "compare_to"), lambda path, _: stored.check(path)),
     **dict.fromkeys(("weights", "teacher", "static"), _weights),
     **dict.fromkeys(("data", "check"), _data),
     "images": _image,

@@ -16,7 +16,7 @@ from ..budget.curve import Calibration, Point
 from ..budget.measure import Check
 from ..budget.measure import Progress as Progressing
 from ..budget.measure import check as check_budgets
-from ..checkpoint.format import read_config
+from ..checkpoint.config import read_config
 from ..checkpoint.place import checkpoint_at, has_random_weights
 from ..data import dataset
 from ..data.dataset import Images, Labelled

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.format import read_config
+from ..checkpoint.config import read_config
 from ..data import dataset
 from ..data.dataset import Labelled
 from ..data.gpu_pipeline import evaluation_images

@@ -26,7 +26,7 @@ from safetensors.torch import save
 
 from .. import tasks
 from ..checkpoint import weights as checkpoint
-from ..checkpoint.weights import digest_of
+from ..checkpoint.place import digest_of
 from ..errors import NotFiniteError, UserError, WeightsError, reason_of
 from ..evaluation.evaluate import Result
 from ..utils import environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,10 @@ class ToyBackbone(Backbone):
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbones, "FAMILIES", [*backbones.FAMILIES, ToyBackbone])
+def _registered() -> Iterator[None]:
+    backbones.FAMILIES.append(ToyBackbone)
+    yield
+    backbones.FAMILIES.remove(ToyBackbone)
 
 
 def named(pretrained: bool = False, **given: Any) -> Toy:

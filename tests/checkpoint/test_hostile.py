@@ -20,7 +20,7 @@ import torch
 import adaptivit
 from adaptivit.errors import UserError, WeightsError
 from tests.support.checkpoints import Bomb
-from tests.support.commands import refused
+from tests.support.commands import refused, without_torch
 from tests.support.models import TINY, pictures, tiny
 
 SECONDS, KIBIBYTES = 2.0, 500_000  # of the process's own work, and more than it had
@@ -125,6 +125,33 @@ def test_backbones_that_are_not_those_of_the_weights(what: str, saved: Path, tmp
     place = write(tmp_path / "changed", json.dumps(config), saved)
     assert held(place)
     assert str(place) in refused(capsys, "demo", place)
+
+
+def test_fields_without_torch(saved: Path, tmp_path: Path) -> None:
+    """98 in 100 of all 1,261 pairs that are refused are so before torch is imported; here every ninth pair."""
+    config = json.loads((saved / "config.json").read_text())
+    pairs = [(path, WRONG[kind]) for kind in WRONG for path in fields(config) if path[0] != "results"][::9]
+    places = [write(tmp_path / f"{i}", changed(config, *pair), saved) for i, pair in enumerate(pairs)]
+    refusals = without_torch([("demo", place) for place in places])
+    assert sum(str(place) in said for place, said in zip(places, refusals, strict=True)) > 0.88 * len(places)
+
+
+def test_every_command_without_torch(saved: Path, tmp_path: Path) -> None:
+    """What is not of the weights in the file, and what is no checkpoint, is refused before torch is imported."""
+    config, data, backbone = json.loads((saved / "config.json").read_text()), tmp_path, ("--backbone", "test_vit")
+    known = [config["backbone"]["kwargs"] | BACKBONES[k] for k in BACKBONES.keys() - {"heads", "registers"}]
+    texts = [changed(config, ("backbone", "kwargs"), value) for value in known]
+    texts += ["[" * 100_000, "{}", "null", '{"policy": 1}', changed(config, ("max_macs",), "1e400 GMACs")]
+    texts += [changed(config, ("settings", "beta"), "x"), changed(config, ("policy",), "ahtt")]
+    places = [write(tmp_path / f"{i}", text, saved) for i, text in enumerate(texts)]
+    words: list[tuple[Any, ...]] = [("demo", place) for place in places]
+    last = write(tmp_path / "last", "{}", saved)
+    words += [("export", last, "--out", "x.onnx"), ("serve", last), ("calibrate", last, "--data", data)]
+    words += [("visualize", last, "--images", data), ("predict", data, "--checkpoint", last)]
+    words += [("predict", data, *backbone, "--weights", last), ("train", "--data", data, "--teacher", last)]
+    words += [("evaluate", "--data", data, *backbone, "--compare-to", last), ("benchmark", "--weights", last)]
+    for place, given, said in zip([*places, *[last] * 9], words, without_torch(words), strict=True):
+        assert str(place) in said, (given, said)
 
 
 def test_hostile_in_other_ways(saved: Path, tmp_path: Path, capsys: Any) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 from adaptivit.cli.main import COMMANDS
+from tests.support.commands import without_torch
 
 MODEL = ("--backbone", "test_vit")
 CASES: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -48,25 +45,9 @@ CASES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("benchmark", "--data", "no"), "Data not found: no."),
     (("benchmark", "--profile", "replay:no"), "profile: file not found: no."),
 )
-CODE = """
-import contextlib, io, json, sys
-from adaptivit.cli.main import main
-found = []
-for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        main(words)
-    found.append([said.getvalue(), "torch" in sys.modules])
-print(json.dumps(found))
-"""
 
 
 def test_mistakes_are_reported_without_torch() -> None:
-    words = json.dumps([words for words, _ in CASES])
-    done = subprocess.run([sys.executable, "-c", CODE, words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    for (given, message), (printed, torch) in zip(CASES, json.loads(done.stdout), strict=True):
-        assert message in printed, (given, printed)
-        assert printed.startswith("adaptivit: "), printed
-        assert printed.count("\n") == 1, printed
-        assert not torch, given
+    for (given, message), said in zip(CASES, without_torch([words for words, _ in CASES]), strict=True):
+        assert message in said, (given, said)
     assert {given[0] for given, _ in CASES} == set(COMMANDS) - {"quickstart"}, "quickstart takes no path"

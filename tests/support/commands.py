@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,37 @@ def run(*words: Any) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, sys, time
+class Refused:
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            raise ImportError(name)
+sys.meta_path.insert(0, Refused)
+from adaptivit.cli.main import main
+found = []
+for words in json.load(sys.stdin):
+    begun = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit, ImportError):
+        main(words)
+    found.append([said.getvalue(), time.monotonic() - begun])
+print(json.dumps(found))
+"""
+
+
+def without_torch(commands: Sequence[Sequence[Any]]) -> list[str]:
+    """What each command says in a process that cannot import torch: nothing where it would have to."""
+    asked = json.dumps([[str(word) for word in words] for words in commands])
+    process = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(process, input=asked, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for words, (said, seconds) in zip(commands, found, strict=True):
+        assert seconds < 2, words
+        assert not said or (said.startswith("adaptivit: ") and said.count("\n") == 1), (words, said)
+    return [said for said, _ in found]
 
 
 def train(where: Path, out: Path, *more: Any) -> int:
