@@ -14,7 +14,8 @@ A policy is asked before a block, between attention and MLP, and after a block, 
     Merge  tokens leave and merge into another slot      ToMe, EViT's fused token, fold
 
 Any answer may carry `readout_weight` [B, N]: the part of each token's current value that goes into the readout. Without
-any the head reads the last values; with them it reads their sum (A-ViT's class token, ACT).
+any the head reads the last values; with them it reads their sum (A-ViT's class token, ACT). A Drop of whole images may
+carry `logits`, their answer by a head of the policy's own (BranchyNet).
 
 Drop, Skip and Merge may carry `tokens_left`: how many tokens of every image take part afterwards, where that is known
 beforehand and the same for all. A layout of fixed shapes then need not count.
@@ -50,6 +51,7 @@ class Drop:
     self_key_grad: bool = True  # that gradient also comes through a token's attention to itself (not in DynamicViT)
     zero_on_exit: bool = False  # a dense head reads zeros (A-ViT) instead of the last value of a token that left
     readout_weight: Tensor | None = None
+    logits: Tensor | None = None  # [B, C] the answer of images that leave, in place of the model's head on last values
     tokens_left: int | None = None
     staying: Tensor | None = None  # [B, N] bool: active and not leaving, where the policy knows it; not recorded
 

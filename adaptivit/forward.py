@@ -95,6 +95,7 @@ class PassState:
         self.updated: list[Tensor] = []  # [B, N] bool each: in the MLP of a block
         self.steps: list[AppliedDecision] = []
         self.readout_sum: Tensor | None = None  # [B, head_tokens, D] weighted sum for the readout
+        self.answers: list[tuple[Tensor, Tensor]] = []  # [B, 1] bool images that left, [B, C] with which logits
         self.zeroed: tuple[Tensor, Tensor] | None = None  # tokens set to zero [B, N], and their last values [B, N, D]
         self.prefix_only_mlp = False  # the last MLP runs on the rows that the head reads
         self.stack_in_kernel = False  # some masks come from kernels of ours: gates, merges and selections
@@ -120,6 +121,8 @@ class PassState:
         if weight is not None:
             part = weight[:, : self.head_tokens, None].to(self.layout.rows.dtype) * self.layout.head_rows()
             self.readout_sum = part if self.readout_sum is None else self.readout_sum + part
+        if isinstance(decision, Drop) and decision.logits is not None:
+            self.answers.append((decision.leaving.any(-1, keepdim=True), decision.logits))
         if self.wants_tokens and isinstance(decision, Drop) and decision.zero_on_exit:
             self._keep_last_values(decision.leaving & self.layout.alive)
         self.layout.apply(decision, when)
@@ -186,6 +189,8 @@ class PassState:
             readout = self.layout.alive_rows()
             pooled = readout.shape[1]
         features, logits = self.backbone.head(readout)
+        for left, answer in self.answers:
+            logits = torch.where(left, answer.to(logits.dtype), logits)
         trace = self._trace(facts)
         tokens = patches = None
         if self.wants_tokens:

@@ -121,9 +121,9 @@ class BlockContext:
         self._add_macs(row_macs(module), part)
         return layout.to_grid(out)
 
-    def apply_to_images(self, module: nn.Module, values: Tensor) -> Tensor:
+    def apply_to_images(self, module: nn.Module, values: Tensor, part: str = "policy") -> Tensor:
         """Run a small module on one row an image, [B, C] -> [B, ...]; 0 for images that have left; counted."""
-        self._add_macs(row_macs(module), "policy", images=True)
+        self._add_macs(row_macs(module), part, images=True)
         return self._where_present(module, values)
 
     def _rows(self) -> Tensor:

@@ -316,12 +316,16 @@ class FoldSettings(Settings):
 @record("act", "act:ACT", "ACT", "#8c6239", recipe="act")
 @dataclass(frozen=True)
 class ACTSettings(Settings):
-    """ACT: the whole image halts; the output is the mean field over layers."""
+    """ACT: the image halts, or each token (spatial ACT); the output is the mean field over layers."""
 
+    unit: Literal["image", "token"] = "image"
+    """What halts: the image, or each token by itself."""
+    gate: Literal["shared", "block"] = "shared"
+    """One gate for all blocks, or one a block."""
     eps: Slack = 0.01
-    """An image halts when its cumulative score reaches 1 - eps."""
+    """A unit halts when its cumulative score reaches 1 - eps."""
     bias: float = -3.0
-    """Starting bias of the gate: how late images halt at first."""
+    """Starting bias of the gate: how late units halt at first."""
     surrogate_width: Positive = 0.25
     """Width of the soft step behind the cost loss's gradient."""
 
@@ -329,10 +333,14 @@ class ACTSettings(Settings):
 @record("confidence", "exits:Confidence", "confidence", "#c86fb0", recipe="confidence")
 @dataclass(frozen=True)
 class ConfidenceSettings(Settings):
-    """Early exit when the largest probability is high enough; no parameters."""
+    """Early exit when the head is sure enough; no parameters without heads of its own."""
 
+    criterion: Literal["probability", "entropy"] = "probability"
+    """How sure a head is: its largest probability, or 1 - entropy / log(classes)."""
+    heads: Literal["shared", "own"] = "shared"
+    """What answers after a block: the model's own head, or one a block (norm and linear layer)."""
     threshold: Share = 0.9
-    """Leave at this probability."""
+    """Leave when it is so sure. FastBERT's speed is 1 - threshold."""
     patience: Count = 1
     """After so many blocks in a row."""
 

@@ -28,7 +28,8 @@ class OptimConfig:
     clip_grad: float = 1.0
     """Largest gradient norm; 0 for no clipping."""
     backbone_lr: float = 1.0
-    """The backbone's learning rate as a share of lr, which the policy's own parameters get; 0.01 in DynamicViT."""
+    """The backbone's learning rate as a share of lr, which the policy's own parameters get; 0.01 in DynamicViT; 0
+    freezes it, as FastBERT and DeeBERT do for their heads."""
     freeze_epochs: float = 0.0
     """The backbone does not move for so many epochs; 5 in DynamicViT."""
     drop_path: float = 0.0
@@ -76,6 +77,10 @@ class LossConfig:
     """Weight of DynamicViT's squared distance of the kept share from its ratio, stage by stage."""
     exits: float = 0.0
     """Weight of the mean cross-entropy of the exits after every block (confidence, similarity)."""
+    exits_last: float = 1.0
+    """Weight of the last exit in that mean, where the others have 1; 0.3 in BranchyNet."""
+    self_distill: float = 0.0
+    """Weight of the mean KL of the exits from the last one, which it does not teach (FastBERT)."""
     expected: float = 0.0
     """Weight of PonderNet's task loss: the cross-entropy of every exit, weighted by the chance of stopping there."""
     geometric: float = 0.0

@@ -56,7 +56,8 @@ def build_objective(config: TrainConfig) -> losses.Objective:
             "prior": (own.prior, losses.DistributionPrior(own.prior_form, own.prior_depth)),
             "cost": (own.cost, losses.Cost(own.cost_target)),
             "ratio": (own.ratio, losses.KeepRatio()),
-            "exits": (own.exits, losses.Exits(smoothing, task)),
+            "exits": (own.exits, losses.Exits(smoothing, task, own.exits_last)),
+            "self_distill": (own.self_distill, losses.SelfDistillation(task)),
             "expected": (own.expected, losses.Expected(smoothing, task)),
             "geometric": (own.geometric, losses.Geometric()),
             "distill": (own.distill, losses.Distillation(task)),
@@ -116,6 +117,8 @@ def _fit(
         raise UserError("A replay belongs to one batch and cannot be trained.")
     if model.task != config.task or model.class_names not in (None, names):
         model.backbone.adapt(outputs, None)  # other classes than those of the weights
+    if not config.optim.backbone_lr:
+        _freeze(model, config, names)
     model.task, model.class_names = config.task, names
     model.budget_state = BudgetState(model)  # the weights may bring one
     trainer = _trainer(config, model, accelerator)
@@ -142,6 +145,19 @@ def _fit(
         if trainer.average is not None:
             trainer.average = Average(model, config.optim.ema)
     return _loop(trainer, run, images, val, start, show, stop)
+
+
+def _freeze(model: AdaptiveViT, config: TrainConfig, names: list[str] | None) -> None:
+    """Leave the backbone, its head included, as the weights bring it."""
+    given = create(config.backbone, "static", weights=config.weights)
+    fits = given.shape.outputs == model.shape.outputs and given.class_names in (None, names)
+    if not fits or given.task != config.task or (config.weights is None and ":" not in config.backbone):
+        raise UserError(
+            f"optim.backbone_lr: 0 needs --weights with a head for these {tasks.get(config.task).noun}, got "
+            f"{config.weights}. Train it first: adaptivit train --policy static --out STATIC, then give --weights "
+            "STATIC/model."
+        )
+    model.vit.requires_grad_(False)
 
 
 def _facts(trainer: Trainer, images: Source, val: Source) -> Iterator[str]:

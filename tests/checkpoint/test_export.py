@@ -31,7 +31,9 @@ HALTING: dict[str, tuple[str, dict[str, Any]]] = {
     "avit": ("avit", {"gate_center": 1.0}),
     "spvit": ("spvit", {}),
     "act": ("act", {"bias": 0.0}),
+    "act, spatial": ("act", {"bias": 0.0, "unit": "token", "gate": "block"}),
     "confidence": ("confidence", {"threshold": 0.2}),
+    "entropy of own heads": ("confidence", {"threshold": 0.02, "criterion": "entropy", "heads": "own"}),
     "similarity": ("similarity", {"threshold": 3.0}),
     "pondernet": ("pondernet", {"gate_center": 1.0}),
 }

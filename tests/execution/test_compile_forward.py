@@ -28,8 +28,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "evit": [{}],
     "tome": [{"r": 2}],
     "fold": [{"keep": 0.8}],
-    "act": [{}],
-    "confidence": [{"threshold": 0.2}],
+    "act": [{}, {"unit": "token", "gate": "block", "bias": -1.0}],
+    "confidence": [{"threshold": 0.2}, {"threshold": 0.02, "criterion": "entropy", "heads": "own"}],
     "similarity": [{}],
     "pondernet": [{"gate_scale": 1.0, "gate_center": 2.0}],
 }

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from adaptivit.backbones.slim import narrow
 from adaptivit.errors import UserError
-from adaptivit.training.losses import Batch, Exits, Expected, Geometric, Ponder
+from adaptivit.policies.exits import uncertainty
+from adaptivit.training.losses import Batch, Exits, Expected, Geometric, Ponder, SelfDistillation
 from tests.support.models import ALL_LAYOUTS, LAYOUTS, assert_close, pictures, tiny
 from tests.support.reference_vit import embedded, logits_of, sigmoid, whole
 
@@ -77,6 +81,69 @@ def test_act(kind: str) -> None:
         assert float(Ponder()(out, Batch())) == pytest.approx(ponder, abs=1e-5)
 
 
+def test_a_gate_a_block_adds_up_by_hand() -> None:
+    """Gates that do not read: h = 0.2, 0.3, 0.6 of the first blocks, so c = 0.2, 0.5, 1.1: N = 3, R = 1 - 0.5."""
+    for unit in ("image", "token"):
+        model = tiny("act", unit=unit, gate="block")
+        assert len(model.policy.gate) == L - 1
+        for gate, h in zip(model.policy.gate, (0.2, 0.3, 0.6, 0.1, 0.1), strict=True):
+            for name, p in gate.named_parameters():
+                torch.nn.init.constant_(p, math.log(h / (1 - h)) if "bias" in name else 0.0)
+        with torch.no_grad():
+            out = model(IMAGES)
+        facts = out.trace.facts
+        assert (facts["halt"] == 3).all()
+        assert_close(facts["remainder"], torch.full((B, 17), 0.5))
+        assert facts["scores"][:, 0, 5].tolist() == pytest.approx([0.2, 0.3, 0.6, 0, 0, 0])
+        assert float(Ponder()(out, Batch())) == pytest.approx(3.5)
+        each = 2 * 24 * 17 if unit == "token" else 24  # a token's weights and its image's, or those of one row
+        assert out.parts["policy"].tolist() == [3 * each] * B
+
+
+@pytest.mark.parametrize("gate", ["shared", "block"])
+@pytest.mark.parametrize("kind", ["class", "average"])
+@torch.no_grad()
+def test_spatial_act(kind: str, gate: str) -> None:
+    """Every token by itself: h = sigmoid(w . x + v . mean + b) over the tokens that are left, its mean field read."""
+    model = tiny("act", kind, unit="token", gate=gate)
+    g = torch.Generator().manual_seed(1)
+    for p in model.policy.parameters():
+        p.copy_(torch.randn(p.shape, generator=g) * 0.3 if p.ndim > 1 else torch.tensor([-0.5]))
+    gates = list(model.policy.gate) if gate == "block" else [model.policy.gate] * (L - 1)
+    logits, depth, ponder = [], [], 0.0
+    for image in IMAGES:
+        x, alive = embedded(model.vit, image), list(range(model.shape.tokens))
+        c, halt, field = [0.0] * len(x), [0] * len(x), torch.zeros_like(x)
+        for layer, block in enumerate(model.vit.blocks, 1):
+            if not alive:
+                break
+            x[alive] = whole(block, x[alive])
+            average, h = x[alive].mean(0), dict.fromkeys(alive, 1.0)
+            if layer < L:
+                w, b, v = (
+                    gates[layer - 1].token.weight[0],
+                    gates[layer - 1].token.bias,
+                    gates[layer - 1].image.weight[0],
+                )
+                h = {i: sigmoid(float(w @ x[i] + v @ average + b)) for i in alive}
+            full = [i for i in alive if c[i] + h[i] >= 0.99 or layer == L]
+            full = list(alive) if kind == "class" and 0 in full else full  # nothing is read any more
+            for i in alive:
+                field[i] += ((1 - c[i]) if i in full else h[i]) * x[i]
+                if i in full:
+                    halt[i], ponder = layer, ponder + (layer + 1 - c[i]) / (B * len(x))
+                c[i] += h[i]
+            alive = [i for i in alive if i not in full]
+        logits.append(logits_of(model.vit, field))
+        depth.append(halt)
+    assert len({n for halt in depth for n in halt}) > 2, "this test wants tokens that differ"
+    for layout in LAYOUTS:
+        out = model(IMAGES, layout=layout)
+        assert out.trace.depth.tolist() == depth
+        assert_close(out.logits, torch.stack(logits))
+        assert float(Ponder()(out, Batch())) == pytest.approx(ponder, abs=1e-5)
+
+
 # -- early exits ----------------------------------------------------------------------------------------------------
 def first(holds: list[bool], patience: int) -> int:
     """The block after which the rule has held `patience` times in a row, L at the latest."""
@@ -131,6 +198,75 @@ def test_asked_for_every_exit_speaks(policy: str) -> None:
             loss -= float(logits_of(model.vit, x).log_softmax(-1)[targets[b]]) / (B * L)
     assert float(Exits()(out, Batch(targets))) == pytest.approx(loss, rel=1e-5)
     assert (out.parts["asked"] == L * 24 * 10).all()
+
+
+# -- BranchyNet, FastBERT, DeeBERT ------------------------------------------------------------------------------------
+def said(*exits: list[float]) -> Any:
+    """An output whose exits gave one image these probabilities."""
+    fact = torch.tensor(exits).log()[:, None]
+    return SimpleNamespace(trace=SimpleNamespace(fact={"exits": fact}.__getitem__))
+
+
+def test_uncertainty_by_hand() -> None:
+    """1/2, 1/4, 1/8, 1/8 has 1.75 bits of 2; equal ones have all, a sure one none."""
+    p = torch.tensor([[1 / 2, 1 / 4, 1 / 8, 1 / 8], [1 / 4] * 4, [1.0, 0, 0, 0]])
+    assert_close(uncertainty(p.clamp_min(1e-30).log()), torch.tensor([0.875, 1.0, 0.0]))
+
+
+def test_losses_over_exits_by_hand() -> None:
+    out = said([1 / 2, 1 / 2], [1 / 4, 3 / 4], [3 / 4, 1 / 4])
+    labels = Batch(torch.tensor([0]))
+    joint = (math.log(2) + math.log(4) + 0.3 * math.log(4 / 3)) / 3  # BranchyNet: weights 1, 1, 0.3
+    assert float(Exits(last=0.3)(out, labels)) == pytest.approx(joint)
+    assert float(Exits(last=0.0)(out, labels)) == pytest.approx(math.log(8) / 3)  # DeeBERT: all but the last
+    first = 3 / 4 * math.log(3 / 2) + 1 / 4 * math.log(1 / 2)  # KL(last || first)
+    second = 3 / 4 * math.log(3) + 1 / 4 * math.log(1 / 3)
+    assert float(SelfDistillation()(out, Batch())) == pytest.approx((first + second) / 2)
+
+
+def test_self_distillation_does_not_teach_the_last_exit() -> None:
+    exits = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out: Any = SimpleNamespace(trace=SimpleNamespace(fact={"exits": exits}.__getitem__))
+    SelfDistillation()(out, Batch()).backward()
+    assert exits.grad is not None
+    assert bool((exits.grad[-1] == 0).all())
+    assert bool((exits.grad[:-1] != 0).all())
+
+
+@pytest.mark.parametrize("heads", ["shared", "own"])
+@pytest.mark.parametrize("kind", ["class", "average"])
+@torch.no_grad()
+def test_exits_by_entropy(kind: str, heads: str) -> None:
+    """The first head whose uncertainty is at most 1 - threshold; own heads are a norm and a linear layer."""
+    model = tiny("confidence", kind, heads=heads, criterion="entropy")
+    for head in model.policy.heads:
+        torch.nn.init.normal_(head[1].weight, std=0.5, generator=torch.Generator().manual_seed(2))
+    outputs, doubts = [], []
+    for image in IMAGES:
+        logits = []
+        for layer, x in enumerate(states(model.vit, image)):
+            own = heads == "own" and layer < L - 1
+            token = read(model.vit, x)
+            logits.append(
+                model.policy.heads[layer][1](F.layer_norm(token, (24,), eps=1e-6)) if own else logits_of(model.vit, x)
+            )
+        outputs.append(logits)
+        p = [y.softmax(-1) for y in logits]
+        doubts.append([float(-(q * q.log()).sum()) / math.log(10) for q in p])
+    values = sorted(v for row in doubts for v in row)
+    speed = varied(
+        [(a + b) / 2 for a, b in itertools.pairwise(values)],
+        lambda s: [first([v <= s for v in row], 1) for row in doubts],
+    )
+    depth = [first([v <= speed for v in row], 1) for row in doubts]
+    model.policy.settings = replace(model.policy.settings, threshold=1 - speed)
+    for layout in LAYOUTS:
+        out = model(IMAGES, layout=layout)
+        assert out.trace.depth[:, -1].tolist() == depth
+        assert_close(out.logits, torch.stack([row[n - 1] for row, n in zip(outputs, depth, strict=True)]))
+        assert out.parts["policy"].tolist() == [min(n, L - 1) * 24 * 10 for n in depth]
+    exits = model(IMAGES, aux=("exits",)).trace.fact("exits")
+    assert_close(exits, torch.stack([torch.stack(row) for row in outputs], 1))
 
 
 # -- PonderNet ------------------------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ BAD: dict[str, tuple[str, ...]] = {
         "blocks=2+2",
     ),
     "fold ": ("power=-1", "value=-1", "evidence=row"),
-    "act": ("eps=1", "eps=-1", "surrogate_width=0", "bias=high"),
-    "confidence": ("threshold=0", "threshold=1.1", "patience=0"),
+    "act": ("eps=1", "eps=-1", "surrogate_width=0", "bias=high", "unit=patch", "gate=layer"),
+    "confidence": ("threshold=0", "threshold=1.1", "patience=0", "criterion=margin", "heads=two"),
     "similarity": ("threshold=-1", "patience=0", "of=head"),
     "pondernet": ("prior=0", "prior=1", "index=-1", "index=24", "unit=batch", "sample=x"),
 }

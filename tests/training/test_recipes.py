@@ -28,6 +28,8 @@ TD, SD = "deit_tiny_distilled_patch16_224", "deit_small_distilled_patch16_224"
 AHT = {"epochs": 50, "lr": 1e-4, "weight_decay": 0.05, "augment": "rand", "sigma": 1.0, "mixup": 0.0}
 AVIT = {"epochs": 100, "lr": 1.5e-3, "mixup": 0.0, "cutmix": 0.0, "distill": 0.0}
 AMOD = {"epochs": 100, "lr": 1e-5, "batch_size": 128}
+FROZEN = {"lr": 2e-5, "backbone_lr": 0.0, "task": 0.0, "label_smoothing": 0.0}
+HEADS = "criterion=entropy,heads=own"
 
 # What the papers print, written down from them: recipe -> (backbone, policy and its settings, fields, words).
 Fact = tuple[str, str, dict[str, Any], tuple[str, ...]]
@@ -57,6 +59,16 @@ FACTS: dict[str, Fact] = {
     "confidence": (T, "confidence", {"epochs": 100}, ("65.8", "1.1 GMACs", "10.63")),
     "similarity": (T, "similarity", {"epochs": 100}, ("69.4", "1.1 GMACs", "10.68")),
     "pondernet-tokens": (T, "pondernet:unit=token", {"epochs": 100}, ("66.2", "1.0 GMACs", "9.74")),
+    # AHT-ViT's related work
+    "spatial-act": (T, "act:unit=token,gate=block", {"ponder": 5e-3}, ("Figurnov", "2017")),
+    "branchynet": (
+        T,
+        f"confidence:{HEADS}",
+        {"task": 0.0, "exits": 1.0, "exits_last": 0.3},
+        ("Teerapittayanon", "2016"),
+    ),
+    "fastbert": (T, f"confidence:{HEADS},threshold=0.9", FROZEN | {"epochs": 5, "self_distill": 1.0}, ("speed 0.1",)),
+    "deebert": (T, f"confidence:{HEADS},threshold=0.9", FROZEN | {"epochs": 3, "exits": 1.0}, ("Xin", "2020")),
     # A-MoD Table 1
     "amod-tiny-50": (T, "amod:capacity=0.5", AMOD, ("71.8 %", "0.92 GMACs", "Table 1")),
     "mod-tiny-50": (T, "mod:capacity=0.5", AMOD, ("69.78 %", "0.92 GMACs")),

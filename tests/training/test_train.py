@@ -31,7 +31,7 @@ AHT = {"aht-high-accuracy": (1e-3, 1.0), "aht-balanced": (5e-2, 0.5), "aht-high-
 AVIT = {"avit-paper": (5, 10, 0.1, "paper"), "avit-tiny": (10, 30, 1e-3, "reference")}
 AVIT |= {"avit-small": (10, 75, 1e-3, "reference")}
 TERMS = ("task", "ponder", "target_depth", "prior", "cost", "ratio", "exits", "expected", "geometric")
-TERMS = (*TERMS, "distill", "features")
+TERMS = (*TERMS, "self_distill", "distill", "features")
 
 
 # -- recipes --------------------------------------------------------------------------------------------------------
@@ -59,7 +59,8 @@ def test_the_recipes_of_avit_are_the_papers(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_through_the_command_line(tmp_path: Path, name: str) -> None:
     where = split_folder(tmp_path / "in")
-    more = ("--weights", static(tmp_path / "static")) if get(name).loss.distill else ()
+    starts = get(name).loss.distill or not get(name).optim.backbone_lr
+    more = ("--weights", static(tmp_path / "static")) if starts else ()
     assert train(where, tmp_path / "out", "--recipe", name, *more) == 0
     saved = json.loads((tmp_path / "out" / "config.json").read_text())["config"]
     expected = get(name)

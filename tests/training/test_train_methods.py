@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
 import adaptivit
 from adaptivit.policies import BUILT_IN, spec
@@ -17,10 +18,22 @@ from adaptivit.training.config import OptimConfig, TrainConfig
 from adaptivit.training.recipes import RECIPES, get
 from adaptivit.training.run import Trainer, build_objective
 from tests.support.commands import log, refused, static, train
-from tests.support.data_sets import split_folder
+from tests.support.data_sets import folder, split_folder
 from tests.support.training import batch, named
 
-NEW = ("dynamicvit", "spvit", "evit", "mod", "amod", "act", "confidence", "similarity", "pondernet")
+NEW = (
+    "dynamicvit",
+    "spvit",
+    "evit",
+    "mod",
+    "amod",
+    "act",
+    "spatial-act",
+    "confidence",
+    "branchynet",
+    "similarity",
+    "pondernet",
+)
 
 
 def trainer(config: TrainConfig) -> Trainer:
@@ -51,7 +64,7 @@ def test_a_step_of_each_recipe_moves_the_policy(name: str) -> None:
     change = moved(one.model, before)
     assert change["vit.blocks.0.attn.qkv.weight"] > 0
     own = {k: v for k, v in change.items() if k.startswith("policy.")}
-    assert bool(own) == (name in ("dynamicvit", "spvit", "mod", "act"))
+    assert bool(own) == (name in ("dynamicvit", "spvit", "mod", "act", "spatial-act", "branchynet"))
     assert all(v > 0 for v in own.values()), own
 
 
@@ -84,6 +97,27 @@ def test_the_backbone_has_its_share_of_the_learning_rate() -> None:
     assert len(ids) == len(list(one.model.parameters()))
     for name, p in one.model.named_parameters():
         assert ids[id(p)]["backbone"] == name.startswith("vit.")
+
+
+def test_a_second_stage_trains_the_heads_alone(tmp_path: Path, capsys: Any) -> None:
+    """FastBERT and DeeBERT: the backbone and its head stay as the first stage left them, and must come from one."""
+    where, first = split_folder(tmp_path / "in"), static(tmp_path / "static")
+    before = load_file(first / "model.safetensors")
+    for name in ("fastbert", "deebert"):
+        assert train(where, tmp_path / name, "--recipe", name, "--weights", first, "--optim.lr", 1e-2) == 0
+        after = load_file(tmp_path / name / "model" / "model.safetensors")
+        assert all(torch.equal(after[k], v) for k, v in before.items())
+        assert {k.split(".")[1] for k in after.keys() - before.keys()} == {"heads"}
+        fresh = trainer(get(name)).model.policy.state_dict()
+        assert all(not torch.equal(after[f"policy.{k}"], v) for k, v in fresh.items())
+    words = ("--out", tmp_path / "no", "--backbone", "test_vit", "--img-size", 32, "--batch-size", 8)
+    folder(tmp_path / "other" / "train", ("x", "y", "z"))
+    folder(tmp_path / "other" / "val", ("x", "y", "z"), each=2, seed=1)
+    other = ("--data", tmp_path / "other", "--weights", tmp_path / "deebert" / "model")
+    for given in (("--data", where), ("--data", where, "--weights", static(tmp_path / "four", 4)), other):
+        message = refused(capsys, "train", *given, *words, "--recipe", "deebert")
+        assert "optim.backbone_lr: 0 needs --weights with a head for these classes" in message
+    assert not (tmp_path / "no").exists()
 
 
 def test_the_rate_of_evit_follows_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Batch, Losses, Objective, Summed, Sums, Term
 from .cost import Cost
 from .distribution_prior import DistributionPrior
-from .exits import Exits, Expected, Geometric
+from .exits import Exits, Expected, Geometric, SelfDistillation
 from .ponder import Ponder
 from .pruning import Features, KeepRatio
 from .target_depth import TargetDepth
@@ -24,6 +24,7 @@ __all__ = [
     "Losses",
     "Objective",
     "Ponder",
+    "SelfDistillation",
     "Summed",
     "Sums",
     "TargetDepth",

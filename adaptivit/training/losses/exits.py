@@ -1,10 +1,11 @@
-"""Losses over exits: the model's own head asked after every block (A-ViT's Table 2 baselines).
+"""Losses over exits: a head asked after every block.
 
 Shapes: L layers, B images, C classes, U halting units an image (1, or N tokens).
 
-    Exits       mean over blocks of loss(y_l)                                       confidence, similarity
-    Expected    mean over images of sum_l p_l loss(y_l)                            PonderNet; p of image or class token
-    Geometric   mean over units of KL(p || truncated geometric prior)              PonderNet
+    Exits               mean over blocks of w_l loss(y_l), w_L = last, else 1      confidence, similarity, BranchyNet
+    SelfDistillation    mean over blocks before the last of KL(y_L || y_l)         FastBERT
+    Expected            mean over images of sum_l p_l loss(y_l)                    PonderNet; p of image or class token
+    Geometric           mean over units of KL(p || truncated geometric prior)      PonderNet
 """
 
 from __future__ import annotations
@@ -33,10 +34,24 @@ def _losses(output: Output, batch: Batch, task: Task, smoothing: float) -> Tenso
 class Exits(Summed):
     label_smoothing: float = 0.0
     task: Task = CLASSIFICATION
+    last: float = 1.0  # weight of the last exit
     needs: frozenset[str] = frozenset({"exits"})
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
-        return over_images(_losses(output, batch, self.task, self.label_smoothing).mean(0))
+        losses = _losses(output, batch, self.task, self.label_smoothing)
+        return over_images(torch.cat([losses[:-1], self.last * losses[-1:]]).mean(0))
+
+
+@dataclass(frozen=True)
+class SelfDistillation(Summed):
+    """The task's distance of every exit from the last one, which it does not teach."""
+
+    task: Task = CLASSIFICATION
+    needs: frozenset[str] = frozenset({"exits"})
+
+    def sums(self, output: Output, batch: Batch) -> Tensor:
+        *students, teacher = output.trace.fact("exits").float()
+        return over_images(torch.stack([self.task.distance(y, teacher.detach()) for y in students]).mean(0))
 
 
 @dataclass(frozen=True)

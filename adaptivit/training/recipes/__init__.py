@@ -28,7 +28,7 @@ FILES = {
     "spvit": "SPViT",
     "evit": "EViT",
     "amod": "MoD and A-MoD, and what the paper compares with",
-    "exits": "ACT, early exits and PonderNet: A-ViT's baselines",
+    "exits": "ACT, exits, PonderNet: baselines and related work",
 }
 START = {
     "aht-merge": "the improved AHT-ViT, from a static model: level with it at a third less work on CIFAR-100.",
