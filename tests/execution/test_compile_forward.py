@@ -44,11 +44,10 @@ def run_compiled(policy: str, given: dict[str, Any], layout: str) -> None:
     model, images = tiny(policy, more={"embed_dim": 48, "depth": 3}, **given), (pictures(2), pictures(2, seed=1))
     choice = model.choose(layout, images[0].device)
     torch._dynamo.reset()
-    expected = [model.run(choice, x).logits for x in images]
     quick = torch.compile(lambda x: model.run(choice, x).logits, fullgraph=True, dynamic=False, backend="eager")
-    assert_close(quick(images[0]), expected[0])
+    quick(images[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert_close(quick(images[1]), expected[1])  # which tokens leave is no part of the graph
+        assert_close(quick(images[1]), model.run(choice, images[1]).logits)  # who leaves is no part of the graph
 
 
 @pytest.mark.parametrize(("policy", "given"), CASES)

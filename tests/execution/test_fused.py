@@ -315,9 +315,7 @@ REPLAYED = random_trace(["none", "drop", "none", "skip", "none", "none", "none",
 
 @here
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("case", "moves"), [("tome", None), ("replay", None), ("aht", frozenset({1})), ("replay", frozenset())]
-)
+@pytest.mark.parametrize(("case", "moves"), [("replay", None), ("aht", frozenset({1})), ("replay", frozenset())])
 def test_a_captured_pass_is_one_graph(case: str, moves: frozenset[int] | None) -> None:
     """What capture gives to torch.compile (but for its backend): traced as a whole, and the same. The passes of all
     policies are in test_compile_forward.py."""
