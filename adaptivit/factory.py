@@ -24,6 +24,7 @@ from .errors import UserError, WeightsError, first_line
 from .model import AdaptiveViT
 from .policies.spec import make
 from .policies.spec import spec as settings_text
+from .utils.hardware import without_memory
 
 
 def create(
@@ -118,7 +119,7 @@ def _check_shapes(stored: checkpoint.Stored) -> None:
     """Refuse a description whose weights are not those in the file, before anything of its size is allocated."""
     config, shapes = stored.config, stored.shapes
     check_sizes(config["backbone"], {name: list(value.shape) for name, value in shapes.items()}, stored.source)
-    with _explained(stored.place / "config.json"), torch.device("meta"):
+    with _explained(stored.place / "config.json"), without_memory():
         vit = rebuild(config["backbone"])
         if config["policy"] in policies.BUILT_IN:
             own = AdaptiveViT(vit, config["policy"], config["settings"]).state_dict()
@@ -223,7 +224,7 @@ def _narrow_backbone(backbone: Any, policy: str, settings: dict[str, Any], store
                 f"{directory} holds a narrow backbone ({settings_text('static', make('static', held))}), but "
                 f"{key}={value} was asked for. Leave it out, or start from the whole model."
             )
-    with torch.device("meta"):
+    with without_memory():
         given = backbone if isinstance(backbone, nn.Module) else build_backbone(backbone)
         asked, whole = family_of(given)(given).inspect(), Shape(**config["whole"])
     arguments = config["backbone"]["kwargs"]

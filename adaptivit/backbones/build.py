@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedBackbone, UserError, WeightsError, first_line
+from ..utils.hardware import without_memory
 from .families import family_named, family_of
 from .names import check_name, nearest
 from .protocol import Backbone
@@ -112,7 +113,7 @@ def describe_backbone(backbone: Backbone, name: str | None) -> dict[str, Any]:
         described: dict[str, Any] = {"name": known, "changes": changes}
         if known is None:
             described |= {"family": backbone.family, "kwargs": backbone.arguments()}
-        with torch.device("meta"):
+        with without_memory():
             again = rebuild(described)
         if _fingerprint(backbone.module) == _fingerprint(again):
             return described

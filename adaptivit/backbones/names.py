@@ -8,6 +8,7 @@ import timm
 import torch
 
 from ..errors import UnsupportedBackbone
+from ..utils.hardware import without_memory
 from .families import FAMILIES, family_of
 
 _FALLBACK = "deit_tiny_patch16_224"
@@ -37,7 +38,7 @@ def nearest(name: str) -> str:
 @functools.cache
 def _refusal(name: str, families: int) -> str | None:
     """Why no family drives this model; None where one does. `families`: more may have been added since."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), without_memory():
         module = timm.create_model(name)
     try:
         family_of(module)(module).inspect()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
 
@@ -32,3 +36,16 @@ def device_of(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda was asked for, but torch sees no GPU.")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+class _Unclamped(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        skipped = func is torch.Tensor.clamp_ and args[0].is_meta
+        return args[0] if skipped else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules made here have shapes alone; timm's clamp of first weights would take most of the time."""
+    with torch.device("meta"), _Unclamped():
+        yield
