@@ -9,11 +9,12 @@
 Pictures of single images are PIL images, charts over many are matplotlib figures; animation gives a GIF as bytes.
 """
 
+from .architecture import architecture
 from .charts import accuracy, confidence, depths, live, planned, positions, scores
 from .charts import importance as importance_chart
 from .collect import Plans, Scores, Seen, data_set, look
 from .importance import Importance, leave_one_out
-from .pictures import animation, easy_and_hard, frames, maps, overlay, painted, plan_sheet, strip
+from .pictures import animation, easy_and_hard, frames, halted, maps, overlay, painted, plan_sheet, strip
 from .report_folder import report, write
 from .report_page import ReportData
 from .statistics import by_class, gain_and_lose, shallow_and_deep
@@ -26,6 +27,7 @@ __all__ = [
     "Seen",
     "accuracy",
     "animation",
+    "architecture",
     "by_class",
     "confidence",
     "data_set",
@@ -33,6 +35,7 @@ __all__ = [
     "easy_and_hard",
     "frames",
     "gain_and_lose",
+    "halted",
     "importance_chart",
     "leave_one_out",
     "live",

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import tasks
 from ..data.dataset import Images, Labelled, Sample, batches, for_evaluation, in_order
 from ..data.image_files import rgb
-from ..decision import Drop, Merge, Skip, Trace
+from ..decision import Drop, Keep, Merge, Trace
 from ..errors import DataError, UserError
 from ..evaluation.predict import find_images
 from ..model import AdaptiveViT
@@ -73,7 +73,7 @@ class Seen:
     predicted: Array | None = None  # [B] class; None where the task predicts no classes
     confidence: Array | None = None  # [B] probability of the predicted class
     groups: Array | None = None  # [L, B, P] after each block: the patch that this one was merged into, -1 for none
-    skips: bool = False  # patches skip single blocks and come back
+    decisions: dict[int, str] = field(default_factory=dict)  # block, from 0 -> Drop, Merge or Skip
     labels: Array | None = None  # [B]
     class_names: list[str] | None = None
     scores: Scores | None = None
@@ -84,6 +84,11 @@ class Seen:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def skips(self) -> bool:
+        """True where patches skip single blocks and come back."""
+        return "Skip" in self.decisions.values()
 
     @property
     def method(self) -> str:
@@ -227,7 +232,7 @@ def look(
         prefix=trace.num_prefix_tokens,
         names=[source.name(i) for i in range(len(source.order))],
         static_macs=model.static_macs(output),
-        skips=any(isinstance(step.decision, Skip) for step in trace.steps),
+        decisions={s.layer: type(s.decision).__name__ for s in trace.steps if not isinstance(s.decision, Keep)},
         captions=captions,
         labels=arrays["labels"] if labelled and "predicted" in arrays else None,
         class_names=known,

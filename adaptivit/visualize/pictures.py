@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -227,6 +228,19 @@ def maps(seen: Seen, indices: Sequence[int], columns: int = 3) -> Image.Image:
     depths = seen.depth[chosen].reshape(-1, *seen.grid)
     made = halting_maps(pixels, depths, seen.layers, titles=titles, columns=columns)
     return Image.open(io.BytesIO(made)).convert("RGB")
+
+
+def halted(seen: Seen, indices: Sequence[int], columns: int = 3) -> Image.Image:
+    """Every image beside itself with an overlay on the patches that left before the last block (AHT-ViT Fig. 1)."""
+    tiles = []
+    for index in indices:
+        left = int((~seen.attended[-1, index]).sum())
+        words = f"{left} of {seen.attended.shape[-1]} patches left early"
+        tiles.append([(plain(seen, index), seen.titles[index]), (painted(seen, index, seen.layers - 1), words)])
+    if not tiles:
+        raise UserError("Expected at least one image to draw.")
+    rows = [list(itertools.chain(*tiles[i : i + columns])) for i in range(0, len(tiles), columns)]
+    return sheet(rows, layers=0 if seen.skips else seen.layers)
 
 
 def plans_of(seen: Seen, index: int) -> list[tuple[str, str, Array]]:

@@ -20,6 +20,7 @@ from ..utils.environment import summary
 from ..utils.lock import writing
 from ..utils.plotting import image_bytes, png_bytes
 from . import charts, pictures
+from .architecture import architecture, svg
 from .collect import Seen, look
 from .importance import Importance, leave_one_out
 from .report_page import ReportData, report_page
@@ -116,6 +117,9 @@ def _pictures(data: ReportData) -> Iterator[tuple[str, Callable[[], bytes]]]:
         return f"{name}.png", lambda: image_bytes(make(*given))
 
     yield picture("maps", pictures.maps, seen, shown, min(3, len(shown)))
+    yield picture("halted", pictures.halted, seen, shown)
+    yield "architecture.svg", lambda: svg(architecture(seen))
+    yield "architecture.png", lambda: png_bytes(architecture(seen), charts.SHARP)
     for _, name, draw in charts.every(seen, data.importance):
         yield f"{name}.png", lambda draw=draw: png_bytes(draw(), charts.SHARP)  # type: ignore[misc]
     if seen.plans is not None:

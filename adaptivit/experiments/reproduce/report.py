@@ -63,6 +63,11 @@ class Report:
     def good(self) -> dict[tuple[str, str], Row]:
         return {(row["method"], row["seed"]): row for row in self.rows if row["status"] == "ok"}
 
+    @property
+    def pareto(self) -> bool:
+        """True where rows are drawn as accuracy against cost; one row alone, of a figure, says nothing."""
+        return bool(self.good) and not self.table.one_cost and not (self.table.figure and len(self.table.runs) == 1)
+
     def correct(self, name: str, seed: str) -> Result | None:
         """The images that a row got right."""
         job = next(job for job in self.jobs if (job.name, str(job.seed)) == (name, seed))
@@ -83,7 +88,7 @@ class Report:
             return
         if self.figure is not None:
             self.figure.write(self.out)
-        if self.good and not self.table.one_cost:
+        if self.pareto:
             write_bytes(self.out / "pareto.png", self.front())
         elif bars := self.bars():
             title, detail = "Accuracy of rows at one cost", self.detail("; top-1 % beside the names")
@@ -125,7 +130,7 @@ class Report:
             ]
             names = ["method", "against", "seeds", "points", "p", "share", "its share"]
             text += markdown_table(names, [self.cells(pair) for pair in pairs])
-        if self.good and not table.one_cost:
+        if self.pareto:
             text += ["", "![Accuracy against cost](pareto.png)"]
         elif self.bars():
             text += ["", "![Rows at one cost](bars.png)"]
