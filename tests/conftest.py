@@ -23,6 +23,7 @@ sys.dont_write_bytecode = False
 
 os.fsync = lambda _: None  # type: ignore[assignment]  # milliseconds a file, and no test cuts the power
 torch.set_num_threads(1)  # tensors are so small that a second thread only waits
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor in processes that tests start
 settings.register_profile(
     "proofs",
     max_examples=20,
