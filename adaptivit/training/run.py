@@ -149,6 +149,9 @@ def _fit(
 
 def _freeze(model: AdaptiveViT, config: TrainConfig, names: list[str] | None) -> None:
     """Leave the backbone, its head included, as the weights bring it."""
+    if not list(model.policy.parameters()):
+        nothing = f"the policy {config.policy!r} has no parameters of its own"
+        raise UserError(f"optim.backbone_lr: 0 leaves nothing to train: {nothing}.")
     given = create(config.backbone, "static", weights=config.weights)
     fits = given.shape.outputs == model.shape.outputs and given.class_names in (None, names)
     if not fits or given.task != config.task or (config.weights is None and ":" not in config.backbone):

@@ -74,12 +74,13 @@ DEEP = ("--loss.prior", 0.1, "--loss.prior-depth", 3)
 AHT = ("--policy", "aht:straight_through=true", "--loss.target-depth", 0.1)
 AVIT = ("--policy", "avit:gate_center=2,gate_scale=1", "--loss.prior-form", "reference")
 DYNAMIC = ("--policy", "dynamicvit", "--loss.ratio", 2, "--loss.features", 0.5)
+HEADS = ("--policy", "confidence:heads=own", "--optim.backbone-lr", 0)
 CURVES: dict[str, tuple[Any, ...]] = {  # every objective, and everything that is random
     "aht": (*AHT, *TEACH, *DEEP, "--loss.ponder", 0.01, "--loss.cost", 1, "--optim.ema", 0.9, "--optim.drop-path", 0.3),
     "avit": (*AVIT, *DEEP, "--loss.ponder", 0.01),
     "dynamicvit": (*DYNAMIC, *TEACH, "--augment.mixup", 0.8, "--augment.cutmix", 1),
     "pondernet": ("--policy", "pondernet", "--loss.task", 0, "--loss.expected", 1, "--loss.geometric", 0.1),
-    "confidence": ("--policy", "confidence", "--loss.exits", 1),
+    "confidence": (*HEADS, *TEACH, "--loss.exits", 1, "--loss.self-distill", 1),
 }
 
 

@@ -117,6 +117,9 @@ def test_a_second_stage_trains_the_heads_alone(tmp_path: Path, capsys: Any) -> N
     for given in (("--data", where), ("--data", where, "--weights", static(tmp_path / "four", 4)), other):
         message = refused(capsys, "train", *given, *words, "--recipe", "deebert")
         assert "optim.backbone_lr: 0 needs --weights with a head for these classes" in message
+    bare = ("--data", where, "--weights", first, "--policy", "confidence", "--optim.backbone-lr", 0)
+    message = refused(capsys, "train", *bare, *words)
+    assert "0 leaves nothing to train: the policy 'confidence' has no parameters of its own" in message
     assert not (tmp_path / "no").exists()
 
 
