@@ -86,15 +86,14 @@ def drawn(points: Sequence[Point], detail: str = "", reference: str = "static") 
     unit, name = (1e3, "MMACs") if max(p.gmacs for p in points) < 0.1 else (1.0, "GMACs")
     axes = add_axes(figure, _LEFT, below, _PLOT, _HEIGHT)
     _Panel(axes, points, [unit * p.gmacs for p in points], colours, level, cheap=True).draw()
-    label_axes(axes, f"{name} an image (less is cheaper)")
+    label_axes(axes, f"{name} an image{_scale(axes)} (less is cheaper)")
     headline(axes, "Accuracy against work", detail)
     note = axes.annotate(_bars(points, reference), (0, 1), xycoords="axes fraction", color=MUTED, **_PIXELS)
     note.set(position=(0, 10), fontsize=8)
     if timed:
         axes = add_axes(figure, width + _LEFT, below, _PLOT, _HEIGHT)
         _Panel(axes, points, speeds, colours, level, cheap=False).draw()
-        log = ", log scale" if axes.get_xscale() == "log" else ""
-        label_axes(axes, f"images/s, measured{log} (more is faster)")
+        label_axes(axes, f"images/s, measured{_scale(axes)} (more is faster)")
         headline(axes, "Accuracy against measured speed", "compact layout, all models in turn, median")
     return figure
 
@@ -120,6 +119,10 @@ def below_axis(points: Sequence[Point], level: float | None) -> set[int]:
 def colour_of(policy: str) -> str:
     """The colour of a policy, the same in every plot; empty where it has none."""
     return get(policy).colour if known(policy) else ""
+
+
+def _scale(axes: Any) -> str:
+    return ", log scale" if axes.get_xscale() == "log" else ""
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------
@@ -176,11 +179,12 @@ class _Panel:
 
     def _across(self) -> None:
         low, high = min(self.x), max(self.x)
-        if not self.cheap and high > 4 * low > 0:
+        if high > (10 if self.cheap else 4) * low > 0:
             self.axes.set_xscale("log")
             self.axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 3)))
             self.axes.xaxis.set_minor_locator(NullLocator())
             self.axes.set_xlim(low * (low / high) ** 0.12, high * (high / low) ** 0.12)
+            self.axes.xaxis.set_major_formatter("{x:g}")
         else:
             room = 0.12 * (high - low) if high - low > 0.02 * high else 0.2 * high
             self.axes.set_xlim(max(0.0, low - room), high + room)

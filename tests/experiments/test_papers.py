@@ -57,7 +57,7 @@ def test_experiments_of_a_paper_are_listed_by_what_was_run(capsys: Any) -> None:
         printed = capsys.readouterr().out
         for name, table in TABLES.items():
             assert (f"  {name}: " in printed) == (table.paper == paper)
-    assert "run on the paper's data\n  amod-table-2: Parameters" in printed
+    assert "run on the paper's data\n  amod-table-" in printed
 
 
 def test_mistakes(tmp_path: Path, capsys: Any) -> None:

@@ -114,3 +114,16 @@ def test_long_names_and_far_rows_are_inside_the_picture() -> None:
     assert (places[:, 0] > high / 3).all()  # in the second row
     assert image.shape[1] / 3 < left < right < image.shape[1] - 300
     assert pixels(plots.draw_bars([near], "static", "title", "detail")).shape[0] < high
+
+
+def test_curves_have_a_panel_a_backbone_and_the_colour_of_their_policy() -> None:
+    table = TABLES["amod-figure-3"]
+    rows = [(run.name, run.name.partition("-")[0]) for run in table.runs]
+    curves = [plots.Curve(name, 0, [1.0, 2.0], {"top1": [50.0, 60.0]}, policy) for name, policy in rows]
+    three, one = (Image.open(io.BytesIO(plots.draw_curves(c, table))) for c in (curves, curves[::3]))
+    assert three.size == one.size  # a panel without curves stays
+    assert three.width > 3 * 520
+    assert plots._without("amod-cars-later-tiny", table.panels) == "amod-cars-later"
+    styles = plots._styles([("mod-cars", "mod"), ("amod-cars", "amod"), ("amod-cars-later", "amod"), ("x", "")])
+    assert styles["amod-cars"][1] == styles["amod-cars-later"][1] != styles["mod-cars"][1]
+    assert styles["amod-cars"][0] != styles["amod-cars-later"][0]

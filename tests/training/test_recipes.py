@@ -23,6 +23,7 @@ from tests.support.models import BACKBONES, TINY
 from tests.support.training import batch, named
 
 T, S = "deit_tiny_patch16_224", "deit_small_patch16_224"
+CARS = {"tiny": T, "small": S, "base": "vit_base_patch16_224"}
 B, L = "vit_base_patch16_224", "vit_large_patch16_224"
 TD, SD = "deit_tiny_distilled_patch16_224", "deit_small_distilled_patch16_224"
 AHT = {"epochs": 50, "lr": 1e-4, "weight_decay": 0.05, "augment": "rand", "sigma": 1.0, "mixup": 0.0}
@@ -93,11 +94,11 @@ FACTS: dict[str, Fact] = {
     "mod-scratch-small": (S, "mod:capacity=0.5", {"epochs": 300}, ("75.9 %", "Table 6")),
     "amod-scratch-base": (B, "amod:capacity=0.5", {"epochs": 160}, ("73.66 %", "Table 6")),
     "mod-scratch-base": (B, "mod:capacity=0.5", {"epochs": 160}, ("72.47 %", "Table 6")),
-    **{f"amod-cars-{n}": (b, "amod:capacity=0.5", AMOD, ("Cars", "Fig. 3")) for n, b in (("small", S), ("base", B))},
-    **{f"mod-cars-{n}": (b, "mod:capacity=0.5", AMOD, ("Cars", "Fig. 3")) for n, b in (("small", S), ("base", B))},
+    **{f"amod-cars-{n}": (b, "amod:capacity=0.5", AMOD, ("Cars", "Fig. 3")) for n, b in CARS.items()},
+    **{f"mod-cars-{n}": (b, "mod:capacity=0.5", AMOD, ("Cars", "Fig. 3")) for n, b in CARS.items()},
     **{
         f"amod-cars-later-{n}": (b, "amod:capacity=0.5,first_block=4", AMOD, ("Cars", "fifth layer"))
-        for n, b in (("small", S), ("base", B))
+        for n, b in CARS.items()
     },
 }
 # isoFLOP rows of A-MoD's Table 1: (width, blocks in all), GFLOPs and top-1 as printed, and blocks that have as many
@@ -154,7 +155,7 @@ def test_every_recipe_of_a_paper_has_its_facts_here_or_beside() -> None:
         "mod",
         "pondernet",
     }
-    cars = {"static-isoflop-cars-small", "static-isoflop-cars-base"}
+    cars = {f"static-isoflop-cars-{n}" for n in CARS}
     assert set(RECIPES) == set(FACTS) | set(ISOFLOP) | others | cars
 
 

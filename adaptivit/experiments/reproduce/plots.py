@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ...utils.plotting import (
@@ -20,12 +22,15 @@ from ...utils.plotting import (
     new_figure,
     png_bytes,
 )
+from ...visualize.pareto import colour_of
+from .tables import Table
 
 _ROW, _WIDE, _LETTER = 30, 520, 8.2  # pixels
 _FAR = 6.0  # points below the reference that are off the axis
 LABELS = {"top1": "top-1 % on validation", "mean_depth": "mean depth, blocks a patch", "gmacs": "GMACs an image"}
 LABELS |= {"accuracy": "accuracy % of training batches, augmented"}
 _COLOURS = ("#0f8b80", "#d9622b", "#4c6fb1", "#b0487e", "#8a8f1f", "#7d5fb2", "#2f9e44", "#c2410c")
+_DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Curve:
     seed: int
     epochs: list[float]
     values: dict[str, list[float]]  # by figure, as many as epochs
+    policy: str = ""  # whose colour it has
 
     def rows(self) -> list[dict[str, str]]:
         """As rows of a CSV file."""
@@ -85,28 +91,47 @@ class Curve:
         ]
 
 
-def draw_curves(curves: Sequence[Curve], figures: Sequence[str], title: str) -> bytes:
-    """A PNG with a panel a figure and a line a run; runs of one name have one colour."""
-    names = list(dict.fromkeys(curve.name for curve in curves))
-    styles = dict(zip(names, itertools.cycle(itertools.product(("-", "--", ":"), _COLOURS)), strict=False))
-    wide, high, left, gap = 640, 420, 90, 120
-    columns = max(1, min(len(names), 2 * len(figures)))
-    lines = -(-len(names) // columns)
-    below = 84 + 26 * lines
-    figure = new_figure(left + len(figures) * (wide + gap) - gap + 40, below + high + 70)
-    for number, name in enumerate(figures):
-        axes = add_axes(figure, left + number * (wide + gap), below, wide, high)
+def draw_curves(curves: Sequence[Curve], table: Table) -> bytes:
+    """A PNG with a panel for each of `curves` and `panels`, and a line a run; runs of one name look alike."""
+    panels = table.panels or ("",)
+    labels = {curve.name: _without(curve.name, panels) for curve in curves}
+    styles = _styles(dict.fromkeys((labels[curve.name], curve.policy) for curve in curves))
+    parts = list(itertools.product(panels, table.curves))
+    across = 2 if len(parts) == 4 else len(parts)
+    wide, high, left, gap, between = (640, 420, 90, 120, 0) if len(panels) == 1 else (520, 330, 90, 100, 110)
+    columns = max(1, min(len(styles), 2 * across))
+    below = 84 + 26 * -(-len(styles) // columns)
+    rows = -(-len(parts) // across)
+    figure = new_figure(left + across * (wide + gap) - gap + 40, below + rows * (high + between) - between + 96)
+    for number, (panel, name) in enumerate(parts):
+        row, column = divmod(number, across)
+        axes = add_axes(figure, left + column * (wide + gap), below + (rows - 1 - row) * (high + between), wide, high)
         for curve in curves:
-            style, colour = styles[curve.name]
-            first = next(other for other in curves if other.name == curve.name) is curve
+            if panel and panel not in curve.name.split("-"):
+                continue
+            style, colour = styles[labels[curve.name]]
             more = {"marker": "o" if len(curve.epochs) < 20 else None, "markersize": 3, "linewidth": 1.4}
-            label = curve.name if first else None
-            axes.plot(curve.epochs, curve.values[name], color=colour, linestyle=style, label=label, **more)
+            axes.plot(curve.epochs, curve.values[name], color=colour, linestyle=style, **more)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         grid(axes, "both")
         label_axes(axes, "epoch", LABELS[name])
-        headline(axes, "" if number else title, "")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+        headline(axes, "" if number else table.title, panel)
+    handles = [Line2D([], [], color=c, linestyle=s, linewidth=1.4, label=label) for label, (s, c) in styles.items()]
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 8 / figure.bbox.height), "ncols": columns}
-    figure.legend(handles, labels, **place, fontsize=8, frameon=False, labelcolor=INK)
+    figure.legend(handles=handles, **place, fontsize=8, frameon=False, labelcolor=INK, handlelength=3)
     return png_bytes(figure)
+
+
+def _without(name: str, panels: Sequence[str]) -> str:
+    """amod-tiny-50 -> amod-50 where tiny is a panel."""
+    return "-".join(word for word in name.split("-") if word not in panels)
+
+
+def _styles(lines: Iterable[tuple[str, str]]) -> dict[str, tuple[Any, str]]:
+    """(label, policy) -> (dashes, colour) by label: the colour is the policy's, or where that is empty the next."""
+    spare, dashes = itertools.cycle(itertools.product(("-", "--", ":"), _COLOURS)), dict[str, Any]()
+    found = {}
+    for label, policy in lines:
+        kinds = dashes.setdefault(policy, itertools.cycle(_DASHES))
+        found[label] = (next(kinds), colour_of(policy) or INK) if policy else next(spare)
+    return found

@@ -96,7 +96,7 @@ class Report:
         if curves:
             rows = [point for curve in curves for point in curve.rows()]
             write_text(self.out / "curves.csv", csv_text(rows, ("method", "seed", "epoch", *self.table.curves)))
-            write_bytes(self.out / "curves.png", draw_curves(curves, self.table.curves, self.table.title))
+            write_bytes(self.out / "curves.png", draw_curves(curves, self.table))
 
     def detail(self, more: str = "") -> str:
         """The line below a plot's title."""
@@ -187,7 +187,8 @@ class Report:
         return found
 
     def front(self) -> bytes:
-        """The Pareto plot: rows that differ in their saving or in the images' size alone are joined.
+        """The Pareto plot: rows that differ in their saving or in the images' size alone, or in all but the policy, are
+        joined.
 
         Those without training are hollow where others have some.
         """
@@ -196,6 +197,7 @@ class Report:
         found = []
         for point in points(list(self.good.values())):
             curve = f"{point.policy} {re.sub(r' -[0-9.]+ %| at [0-9]+ px', '', point.label)}"
+            curve = point.policy if self.table.by_policy else curve
             found.append(replace(point, curve=curve, hollow=some and point.label in bare))
         mark = "; hollow: no training" if any(p.hollow for p in found) else ""
         return pareto(found, detail=self.detail(mark), reference=self.table.reference)
@@ -271,4 +273,5 @@ def _curves(table: Table, jobs: Sequence[Job]) -> Iterator[Curve]:
             each = known[-1]["epoch"] / known[-1]["step"]
             epochs = [statistics.mean(each * r["step"] for r in part) for part in parts]
             values = {n: [statistics.mean(float(r[n]) for r in part) for part in parts] for n in table.curves}
-            yield Curve(job.name, job.seed, epochs, values)
+            policy = job.training.policy.partition(":")[0] if table.by_policy else ""
+            yield Curve(job.name, job.seed, epochs, values, policy)

@@ -63,6 +63,8 @@ class Table:
     pairs: tuple[tuple[str, str], ...] = ()  # runs to compare with each other too, image by image
     curves: tuple[str, ...] = ()  # figures to draw over the epochs, of the validation (top1, mean_depth)
     training: bool = False  # of the training batches instead (accuracy, mean_depth)
+    panels: tuple[str, ...] = ()  # words of rows' names: a panel of curves for the rows of each
+    by_policy: bool = False  # rows of one policy have its colour in curves, and are joined in the plot against cost
     one_cost: bool = False  # rows differ in accuracy alone: no plot against cost
     time: str = ""  # measured, with the machine
     figure: str = ""  # what is measured of the rows' models afterwards: a file of figures/
@@ -125,7 +127,7 @@ class Book:
         rows += [{"name": row, "method": f"{base},{more}" if more else base} for row, more in settings]
         runs = [*given.get("first", []), *(_with(given.get("each", {}), row) for row in rows)]
         pairs = [*(pair for _, compared in at for pair in compared), *map(tuple, given.get("pairs", []))]
-        lists: dict[str, Any] = {key: tuple(record.pop(key)) for key in ("seeds", "curves") if key in record}
+        lists: dict[str, Any] = {key: tuple(record.pop(key)) for key in ("seeds", "curves", "panels") if key in record}
         return Table(
             name, protocol=" ".join(protocol), runs=tuple(map(self._run, runs)), pairs=tuple(pairs), **lists, **record
         )
