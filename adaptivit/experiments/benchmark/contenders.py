@@ -6,7 +6,7 @@ Shapes: B images of C x H x W pixels, D width. All contenders of one configurati
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ class Setting:
     images: Tensor  # [B, C, H, W]
     base: AdaptiveViT
     traces: dict[str, Trace]  # of every profile, on the device
-    checkpoint: AdaptiveViT | None = None
+    models: Mapping[str, AdaptiveViT] = field(default_factory=dict)  # more contenders, by name
     references: dict[int, Any] = field(default_factory=dict)  # float32 copies of backbones
 
     @property
@@ -109,10 +109,9 @@ def entries(config: BenchmarkConfig, at: Setting) -> list[Entry]:
     for profile, trace in at.traces.items():
         name = "replay " + (Path(profile).stem if profile.startswith(halting_profiles.REPLAY) else profile)
         found += on_layouts(name, "replay", partial(_replaying, at, trace), trace)
-    if at.checkpoint is not None:
-        model = at.checkpoint
+    for name, model in at.models.items():
         spec = settings.spec(model.policy_name, model.policy.settings)
-        found += on_layouts(f"checkpoint {config.checkpoint}", spec, lambda: model)
+        found += on_layouts(name, spec, partial(_itself, model))
     return found
 
 
@@ -123,6 +122,10 @@ def checkpoint_for(config: BenchmarkConfig, base: AdaptiveViT) -> AdaptiveViT | 
     model = load(config.checkpoint)
     here, there = (replace(m.shape, classes=0, num_classifiers=0) for m in (model, base))
     return model if here == there else None
+
+
+def _itself(model: AdaptiveViT) -> AdaptiveViT:
+    return model
 
 
 def _model(config: BenchmarkConfig, at: Setting, spec: str) -> AdaptiveViT:

@@ -58,11 +58,11 @@ def _run(config: BenchmarkConfig) -> list[Row]:
     _check(config, device, list(bases.values()), sizes)
     console, rows = Console(stderr=True), list[Row]()
     plan = [(name, dtype, batch) for name in bases for dtype in config.dtypes_on(device.type) for batch in sizes]
-    head = _head(config, device)
+    head = head_of(config, device)
     with _threads(config.threads):
         for number, (name, dtype, batch) in enumerate(plan, start=1):
             console.print(f"[{number}/{len(plan)}] {name}, {dtype}, batch {batch}", markup=False, style="bold")
-            new = _configuration(config, _setting(config, bases[name], name, dtype, batch, device), head, console)
+            new = configuration(config, _setting(config, bases[name], name, dtype, batch, device), head, console)
             append_csv(path, *new, columns=COLUMNS)
             rows += new
     _write(config, rows)
@@ -91,7 +91,7 @@ class Checked:
     figures: dict[str, Any]  # columns of its row
 
 
-def _configuration(config: BenchmarkConfig, at: Setting, head: dict[str, Any], console: Console) -> list[Row]:
+def configuration(config: BenchmarkConfig, at: Setting, head: dict[str, Any], console: Console) -> list[Row]:
     """All contenders of one backbone, dtype and batch size, timed in turn."""
     if not config.skip_compiled:
         torch.compiler.reset()  # torch.compile gives up on code that it has seen in too many shapes
@@ -251,7 +251,7 @@ def _setting(
         images=_images(config, cpu, batch).to(device, kind),
         base=copy.deepcopy(cpu).to(device, kind),
         traces=traces_for(config, cpu, batch, device),
-        checkpoint=None if checkpoint is None else checkpoint.to(device, kind),
+        models={} if checkpoint is None else {f"checkpoint {config.checkpoint}": checkpoint.to(device, kind)},
     )
 
 
@@ -277,7 +277,7 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _head(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
+def head_of(config: BenchmarkConfig, device: torch.device) -> dict[str, Any]:
     """Columns that all rows of a run share."""
     return versions() | {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
