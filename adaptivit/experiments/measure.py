@@ -90,7 +90,7 @@ def measure(job: Job, stop: Callable[[], bool] | None = None) -> tuple[dict[str,
                 row["seconds_training"] = round(time.perf_counter() - begun, 1)
         model = model_of(job).to(device)
         if job.share is not None:
-            row |= _hold(model, job, job.share)
+            row |= hold(model, job, job.share)
         size = min(training.batch_size, 256)
         row |= {"model": model.backbone_name or "ViT", "policy": model.policy_name} if job.checkpoint else {}
         result = report.measure(model, report_images(job), device, batch_size=size, workers=training.workers)
@@ -101,7 +101,7 @@ def measure(job: Job, stop: Callable[[], bool] | None = None) -> tuple[dict[str,
     return row | found, result, ""
 
 
-def _hold(model: AdaptiveViT, job: Job, share: float) -> dict[str, Any]:
+def hold(model: AdaptiveViT, job: Job, share: float) -> dict[str, Any]:
     """Set a budget of a share of static's MACs, calibrated on validation images; returns the column `settings`."""
     training = job.training
     labelled = dataset.for_training(training.data, training.val_split, job.seed)[1].spread(_CALIBRATION)

@@ -14,7 +14,7 @@ from .charts import accuracy, confidence, depths, live, planned, positions, scor
 from .charts import importance as importance_chart
 from .collect import Plans, Scores, Seen, data_set, look
 from .importance import Importance, leave_one_out
-from .pictures import animation, easy_and_hard, frames, halted, maps, overlay, painted, plan_sheet, strip
+from .pictures import animation, easy_and_hard, frames, halted, maps, overlay, painted, plan_sheet, strip, through
 from .report_folder import report, write
 from .report_page import ReportData
 from .statistics import by_class, gain_and_lose, shallow_and_deep
@@ -50,5 +50,6 @@ __all__ = [
     "scores",
     "shallow_and_deep",
     "strip",
+    "through",
     "write",
 ]

@@ -33,7 +33,7 @@ from ..utils.plotting import (
     live_bars,
     new_figure,
 )
-from .collect import Array, Seen
+from .collect import Array, Scores, Seen
 from .statistics import correlations, mean_and_half, wilson
 
 if TYPE_CHECKING:
@@ -124,18 +124,29 @@ def positions(seen: Seen) -> Any:
     return figure
 
 
-def scores(seen: Seen) -> Any:
-    """The distribution of what patches are judged by, block by block (A-ViT Fig. 4b)."""
+def by_image(found: Scores) -> Array:
+    """[S, B] mean score of an image's patches at every scored place; a patch that is not scored any more counts 0."""
+    return np.nan_to_num(found.values).mean(-1)
+
+
+def scores(seen: Seen, each_image: bool = False) -> Any:
+    """What patches are judged by, block by block; each_image: of every image the mean (A-ViT Fig. 4b)."""
     if seen.scores is None:
         raise UserError(f"{seen.policy} gives patches no scores.")
     figure, axes = _panel("block" if seen.scores.stops else "block whose tokens it chooses", seen.scores.name)
     boxes = []
-    for block, values in zip(seen.scores.blocks, seen.scores.values, strict=True):
+    for block, values in zip(
+        seen.scores.blocks, by_image(seen.scores) if each_image else seen.scores.values, strict=True
+    ):
         known = values[np.isfinite(values)]
         if known.size:
             q = np.quantile(known, (0.05, 0.25, 0.5, 0.75, 0.95))
             name = str(block if seen.scores.stops else block + 1)
             boxes.append({"med": q[2], "q1": q[1], "q3": q[3], "whislo": q[0], "whishi": q[4], "label": name})
+    if each_image:  # a point an image, beside one another by their order
+        means = by_image(seen.scores)
+        x = np.arange(1, len(means) + 1)[:, None] + np.linspace(-0.26, 0.26, means.shape[1])
+        axes.scatter(x, means, s=4, color=ACCENT, alpha=0.35, linewidths=0, rasterized=means.size > 2000, zorder=2.5)
     line = {"color": ACCENT, "linewidth": 1.1}
     axes.bxp(
         boxes,
@@ -149,7 +160,8 @@ def scores(seen: Seen) -> Any:
     )
     axes.yaxis.set_major_locator(MaxNLocator(5))
     grid(axes)
-    headline(axes, f"{seen.scores.name.capitalize()} by block", "live patches: median, quartiles, 5 to 95 %")
+    what = f"means of {len(seen)} images, halted patches as 0" if each_image else "live patches"
+    headline(axes, f"{seen.scores.name.capitalize()} by block", f"{what}: median, quartiles, 5 to 95 %")
     return figure
 
 

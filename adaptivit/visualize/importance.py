@@ -65,7 +65,7 @@ def leave_one_out(
     pearson, spearman = np.full(places, np.nan), np.full(places, np.nan)
     for b, i in enumerate(which):
         rows = _rows(model, seen.tensor(i))
-        whole = _logits(model, rows[-1])
+        whole = logits_of(model, rows[-1])
         target = whole.argmax(-1) if seen.labels is None else torch.tensor(seen.labels[i : i + 1], device=whole.device)
         base = float(F.cross_entropy(whole, target))
         for s, block in enumerate(scores.blocks):
@@ -96,10 +96,10 @@ def _without(model: AdaptiveViT, rows: Tensor, left: Array, block: int, target: 
     rows = rows[0][others]
     for later in model.backbone.blocks[block:]:
         rows = later(rows)
-    return F.cross_entropy(_logits(model, rows), target.expand(len(left)), reduction="none")
+    return F.cross_entropy(logits_of(model, rows), target.expand(len(left)), reduction="none")
 
 
-def _logits(model: AdaptiveViT, rows: Tensor) -> Tensor:
+def logits_of(model: AdaptiveViT, rows: Tensor) -> Tensor:
     shape = model.shape
     read = rows[:, : shape.head_tokens] if shape.head_tokens < shape.tokens else rows
     return model.backbone.head(read)[1].float()

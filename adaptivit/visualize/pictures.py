@@ -125,6 +125,12 @@ def painted(seen: Seen, index: int, layer: int, view: str = "tokens", width: int
     return _laid(plain(seen, index, width), overlay(seen, index, layer, view))
 
 
+def through(seen: Seen, index: int, width: int = TILE) -> Image.Image:
+    """An image with every patch white that was not in all blocks (A-ViT Fig. 6)."""
+    cells = np.where(seen.depth[index] < seen.layers, 255, 0)[:, None].repeat(4, 1).astype(np.uint8)
+    return _laid(plain(seen, index, width), _cells(seen, cells))
+
+
 def _laid(photo: Image.Image, cells: Array) -> Image.Image:
     over = Image.fromarray(cells).resize(photo.size, Image.Resampling.NEAREST)
     return Image.alpha_composite(photo.convert("RGBA"), over).convert("RGB")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from adaptivit.data.dataset import Labelled
+from adaptivit.data.dataset import Images, Labelled
 from adaptivit.experiments.benchmark.contenders import BEST, OWN, TIMM
-from adaptivit.experiments.reproduce.figures import Given, throughput
+from adaptivit.experiments.reproduce.figures import Found, Given, entry_zeroing, throughput, token_depth
 from adaptivit.experiments.reproduce.tables import Table
 from adaptivit.model import AdaptiveViT
+from adaptivit.visualize.collect import look
+from adaptivit.visualize.pictures import through
 from tests.support.models import model_of
 
 
@@ -53,3 +57,88 @@ def test_throughput_beside_the_best_static_model_of_each_backbone() -> None:
     assert lines["ToMe"]["paper"] == "2,900"
     assert lines["ToMe"]["ours"].endswith(f"({float(rows['ToMe']['speed_vs_best_static']):.2f})")
     assert found.pictures["throughput.png"][1:4] == b"PNG"
+
+
+def test_zeroing_an_entry_is_that_of_timms_model() -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.vit.blocks[1].mlp.fc2.bias[5] = 40.0  # an entry that matters
+    given = ready({"DeiT-T": model, "A-ViT": model_of("avit")}, count=40, repeats=10**6, paper={"DeiT-T": "-0.08"})
+    given.images.labels[:] = _answers(model, given, None)
+    found = entry_zeroing.measure(given)
+    rows = {int(row["entry"]): row for row in found.rows}
+    assert sorted(rows) == list(range(model.shape.dim))
+    assert {row["row"] for row in rows.values()} == {"DeiT-T"}
+    for entry in (0, 5):
+        right = [a == b for a, b in zip(_answers(model, given, entry), given.images.labels, strict=True)]
+        assert rows[entry]["top1_zeroed"] == pytest.approx(100 * sum(right) / 40)
+        assert rows[entry]["change"] == pytest.approx(rows[entry]["top1_zeroed"] - 100)
+    changes = [float(row["change"]) for row in rows.values()]
+    assert min(changes) < 0
+    ours = f"{np.mean(changes):+.2f} ± {np.std(changes, ddof=1):.2f}"
+    assert list(found.compared) == [{"what": "DeiT-T, points", "ours": ours, "paper": "-0.08"}]
+
+
+def _answers(model: AdaptiveViT, given: Ready, entry: int | None) -> list[int]:
+    """Classes by timm's modules, with an entry set to zero before every block and before the norm."""
+
+    def zero(_: Any, rows: tuple[torch.Tensor]) -> torch.Tensor:
+        return rows[0].clone().index_fill_(-1, torch.tensor([] if entry is None else [entry], dtype=torch.long), 0)
+
+    places = [*model.vit.blocks, model.vit.norm]
+    hooks = [place.register_forward_pre_hook(zero) for place in places]
+    images = Images(given.images, model.preprocessing.evaluation())
+    with torch.inference_mode():
+        answers = [int(model.vit(images[i].image[None]).argmax()) for i in range(len(images))]
+    for hook in hooks:
+        hook.remove()
+    return answers
+
+
+def drawn(models: dict[str, AdaptiveViT], **options: Any) -> Found:
+    found = token_depth.measure(ready(models, count=18, **options))
+    for name, picture in found.pictures.items():
+        with Image.open(BytesIO(picture)) as image:
+            assert min(image.size) > 200, name
+    return found
+
+
+def test_depths_places_and_extremes_are_the_models() -> None:
+    model = model_of("avit", gate_scale=2, gate_center=1)
+    seen = look(model, ready({}, count=18).images)
+    assert not seen.equal
+    maps = drawn({"A-ViT": model}, draw="maps", shown=6, first=1)
+    assert [row["mean_depth"] for row in maps.rows] == [float(seen.mean_depth[i]) for i in (1, 4, 7, 10, 13, 16)]
+    places = drawn({"A-ViT": model}, draw="places")
+    assert set(places.pictures) == {"positions.png", "scores.png"}
+    depth = {(row["row"], row["column"]): row["mean"] for row in places.rows if row["what"] == "depth"}
+    assert depth[1, 0] == pytest.approx(seen.depth[:, seen.grid[1]].mean())
+    first = next(row for row in places.rows if row["what"] == "score")
+    assert seen.scores is not None
+    assert first["median"] == pytest.approx(np.median(np.nan_to_num(seen.scores.values[0]).mean(-1)), rel=1e-5)
+    ends = drawn({"A-ViT": model}, draw="extremes", shown=1)
+    right = seen.mean_depth[seen.correct] if seen.correct is not None and seen.correct.sum() > 1 else seen.mean_depth
+    assert [row["mean_depth"] for row in ends.rows] == [right.min(), right.max()]
+
+
+def test_methods_side_by_side_and_classes_that_gain_and_lose() -> None:
+    models = {"static": model_of(), "A-ViT": model_of("avit", gate_scale=2, gate_center=1)}
+    beside = drawn(models, draw="beside", shown=2)
+    whole = {(row["row"], row["image"]): row["through_all_percent"] for row in beside.rows}
+    assert whole["static", "image 1"] == 100 > whole["A-ViT", "image 1"]
+    given = ready({}, count=18).images
+    static, seen = (look(model, given) for model in models.values())
+    assert static.correct is not None
+    assert seen.correct is not None
+    classes = drawn(models, draw="classes")
+    change = sum(float(row["change"]) * int(row["images"]) for row in classes.rows) / 18
+    assert change == pytest.approx(100 * (seen.correct.mean() - static.correct.mean()))
+    assert "2.0 images a class" in classes.notes[0]
+
+
+def test_patches_that_left_are_white() -> None:
+    seen = look(model_of("avit", gate_scale=2, gate_center=1), ready({}, count=2).images)
+    picture = np.asarray(through(seen, 0, 32)).reshape(seen.grid[0], 32 // seen.grid[0], seen.grid[1], -1, 3)
+    white = (picture == 255).all((1, 3, 4))
+    assert (white == (seen.depth[0] < seen.layers).reshape(seen.grid)).all()
+    assert white.any()

@@ -202,12 +202,12 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
     weights = start.model if start else taken or _weights(config, table, run, training.backbone)
     facts = {k: v for k, v in flat(training).items() if k not in FREE}
     facts |= {"weights": start.key if start else weights}
-    trains = run.train and not taken
+    trains, share = run.train and not taken, None if taken else run.share  # a trained model has its own budget
     if not trains:
         facts |= {"epochs": 0}
     # without the row's name: what other rows and tables train, too, is trained once
     out = Path(config.place) / "runs" / f"{_words(training.policy.partition(':')[0])}-seed{seed}-{digest(facts)}"
-    key = digest(facts | {"share": run.share, "split": config.split, "limit": config.limit})
+    key = digest(facts | {"share": share, "split": config.split, "limit": config.limit})
     own = training.epochs if trains else 0
     return Job(
         name=run.name,
@@ -217,7 +217,7 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
         checkpoint=taken,
         differs=_differs(config, table, published, training) if table.paper else "",
         epochs=own + (start.epochs if start else 0),
-        share=run.share,
+        share=share,
         split=config.split,
         limit=config.limit,
         paper=run.paper,

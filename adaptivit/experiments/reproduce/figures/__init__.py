@@ -25,7 +25,7 @@ from ....utils.environment import commit, versions
 from ....utils.hardware import device_name, device_of
 from ....visualize.collect import Seen, look
 from ...job import Job, digest
-from ...measure import model_of, report_images
+from ...measure import hold, model_of, report_images
 from ...store import Row
 from ..tables import Table
 
@@ -55,8 +55,12 @@ class Given:
         return self.table.options.get(name, default)
 
     def model(self, name: str) -> AdaptiveViT:
-        """The model of a row, in evaluation mode."""
-        return model_of(self.jobs[name]).to(self.device).eval()
+        """The model of a row, in evaluation mode, at its budget."""
+        job = self.jobs[name]
+        model = model_of(job).to(self.device).eval()
+        if job.share is not None:
+            hold(model, job, job.share)
+        return model
 
     @functools.cached_property
     def images(self) -> Labelled:
