@@ -494,7 +494,7 @@ def test_the_command_takes_enough_images(tmp_path: Path, capsys: Any, monkeypatc
     for name, value in (("FIRST", 8), ("LEAST", 12), ("MOST", 40)):
         monkeypatch.setattr(calibrate, name, value)
     torch.manual_seed(0)
-    randomised("confidence").save_pretrained(tmp_path / "m")
+    randomised("confidence", more={"depth": 3}).save_pretrained(tmp_path / "m")
     images = (pictures(100, seed=12) * 40 + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     np.savez(tmp_path / "many.npz", x=images)
     np.savez(tmp_path / "some.npz", x=images[:30])
