@@ -22,7 +22,7 @@ METHODS = (
     "static",
     *("mod:capacity=0.5", "mod:capacity=0.125", "amod:capacity=0.5", "amod:capacity=0.125", "amod:capacity=0.7"),
     *("dynamicvit:keep=0.7", "spvit:select=count", "evit:keep=0.7", "evit:keep=0.7,fuse=false"),
-    *("tome:r=8", "tome:r=13", "fold:budget=0.67"),
+    *("patch_slimming:counts=161+161+151+151+141+141+131+131+131+131+131", "tome:r=8", "tome:r=13", "fold:budget=0.67"),
 )
 NAMES = ("backbone", "method", "gmacs_blocks", "policy", "evidence", "gmacs", "tokens_in_mlp")
 

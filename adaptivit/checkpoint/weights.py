@@ -105,7 +105,7 @@ def check_fit(own: Mapping[str, Tensor], state: Mapping[str, Tensor], source: st
         "missing": [k for k in own if k not in state],
         "unknown": [k for k in state if k not in own],
         "other shape": [f"{k} (expected {[*a.shape]}, got {[*b.shape]})" for k, a, b in both if a.shape != b.shape],
-        "no weights": [f"{k} ({v.dtype})" for k, _, v in both if v.dtype not in _FLOATS],
+        "no weights": [f"{k} ({v.dtype})" for k, a, v in both if v.dtype not in _FLOATS and v.dtype != a.dtype],
     }
     problems = [
         f"{what}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")

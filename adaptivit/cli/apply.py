@@ -29,14 +29,15 @@ class ApplyConfig:
     weights: str | None = None
     """Its weights: .safetensors or .pth in timm's keys, or a checkpoint directory of ours. Default: random ones."""
     policy: str = "fold"
-    """Policy and settings, e.g. tome:r=13 (listed below); fold, tome and aht_merge need no training."""
+    """Policy and settings, e.g. tome:r=13 (listed below); fold, tome, patch_slimming and aht_merge need no training."""
     img_size: int | None = None
     """Image size in pixels; default: the backbone's."""
     budget: str | None = None
     """What an image may cost in the mean: '0.8 GMACs', -33% or '3 ms'; default: what the policy's settings cost."""
     data: str | None = None
     """Images to calibrate on, as for calibrate: a folder (labels are not looked at), or .npz. Not needed where the
-    policy keeps as many tokens of every image (static, mod, amod, dynamicvit, evit, tome, fold)."""
+    policy keeps as many tokens of every image (static, mod, amod, dynamicvit, evit, tome, fold), but patch_slimming
+    chooses its patches on them."""
     curve: Annotated[CurveFlags, tyro.conf.arg(name="")] = CurveFlags()
 
     def __post_init__(self) -> None:

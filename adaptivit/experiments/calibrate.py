@@ -83,6 +83,9 @@ def apply(
     name, settings = spec.parse(policy)
     model = create(backbone, name, weights=weights, img_size=img_size, **settings).to(device_of(device))
     rows, files = list[Check](), dict[str, bytes]()
+    if model.policy.traits.fits_images:
+        print(_fit(model, data, how["batch_size"], how["workers"]))
+        data = None  # every image costs the same
     if data is not None:
         rows, files = measured(model, data, budget, out, **how)
     elif budget is not None:
@@ -92,6 +95,16 @@ def apply(
         write_bytes(Path(out) / file, content)
     print(f"wrote {' with '.join([f'{out}: {spec.spec(name, model.policy.settings)} on {backbone}', *files])}")
     print(costs_now(model, Path(out), rows))
+
+
+def _fit(model: AdaptiveViT, data: str | None, batch_size: int, workers: int) -> str | None:
+    """Find on the first images what the policy needs, as training does."""
+    if data is None:
+        raise UserError(
+            f"{model.policy_name} chooses its patches on images: give some as --data (labels are not looked at)."
+        )
+    images = torch.cat(_tensors(model, _images(data).spread(FIRST), batch_size, workers, {}))
+    return model.policy.init_gate(model, images.to(next(model.parameters()).device))
 
 
 def _without_images(model: AdaptiveViT, budget: str, latency_batch: int | None) -> list[Check]:

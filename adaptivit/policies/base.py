@@ -43,6 +43,8 @@ class Traits:
     """Facts that it computes only when asked for."""
     evidence_grad: bool = False
     """Attention and keys that it reads carry a gradient."""
+    fits_images: bool = False
+    """init_gate finds on images what it is of no use without: `adaptivit apply` asks for --data."""
     evidence_index: int = 0
     """The element of the hidden layer that the evidence "fc1" reads."""
 

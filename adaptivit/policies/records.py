@@ -254,6 +254,19 @@ class EViTSettings(Settings):
     """Then the rate falls by a cosine within so many epochs."""
 
 
+@record("patch_slimming", "patch_slimming:PatchSlimming", "Patch Slimming", "#5f7f3a", recipe="patch-slimming")
+@dataclass(frozen=True)
+class PatchSlimmingSettings(Settings):
+    """Patch Slimming: masks of patches, the same for all images, found from the last block down."""
+
+    tolerance: Positive = 0.01
+    """The fit keeps so many patches of a block that the next one's output changes by this share (squared) at most."""
+    step: Count = 10
+    """Patches that the fit adds at a time."""
+    counts: tuple[Count, ...] | None = None
+    """Instead of a tolerance: patches left after each block but the last, e.g. 196+150+100."""
+
+
 @record("tome", "tome:ToMe", "ToMe", "#4c9a2a")
 @dataclass(frozen=True)
 class ToMeSettings(Settings):

@@ -49,7 +49,7 @@ SHIFTS = (
     "pondernet",
     "spvit",
 )
-COUNTS = ("mod", "amod", "dynamicvit", "spvit, counted", "evit", "tome", "fold", "static")
+COUNTS = ("mod", "amod", "dynamicvit", "spvit, counted", "patch_slimming", "evit", "tome", "fold", "static")
 CURVES: dict[str, Calibration] = {}
 
 

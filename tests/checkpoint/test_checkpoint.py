@@ -33,6 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dynamicvit": {"keep": 0.6, "blocks": (1, 3)},
     "spvit": {"keep": (0.6, 0.3), "blocks": (1, 3)},
     "evit": {"keep": 0.6},
+    "patch_slimming": {"counts": (14, 9, 9, 5, 2)},
     "tome": {"r": [3, 2, 1]},
     "fold": {"budget": 0.7},
     "act": {"bias": 0.0},

@@ -116,6 +116,7 @@ def test_kinds_that_a_policy_does_not_have() -> None:
     [
         ("aht", {"beta": -1.0, "planner_blocks": (1,)}, "ragged"),
         ("tome", {"r": 3}, "topk"),
+        ("patch_slimming", {"counts": (9,)}, "topk"),
         ("static", {"depth": 1}, "topk"),  # no row is left for the last blocks
     ],
 )

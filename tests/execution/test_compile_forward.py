@@ -26,6 +26,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "dynamicvit": [{}],
     "spvit": [{}, {"select": "count"}],
     "evit": [{}],
+    "patch_slimming": [{"counts": (9, 4)}],
     "tome": [{"r": 2}],
     "fold": [{"keep": 0.8}],
     "act": [{}, {"unit": "token", "gate": "block", "bias": -1.0}],

@@ -18,6 +18,7 @@ LOOKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "tome": ({"r": 2}, []),
     "mod": ({}, []),
     "dynamicvit": ({}, []),
+    "patch_slimming": ({"counts": (14, 9, 9, 5, 2)}, []),
     "spvit": ({"select": "count"}, []),
     "static": ({}, []),
 }

@@ -80,6 +80,7 @@ def test_every_recipe_of_a_paper_is_in_a_table() -> None:
         "avit-tiny",
         "avit-small",
         "spvit",
+        "patch-slimming",
         "evit",
         "amod",
         "mod",

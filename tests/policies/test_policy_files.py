@@ -84,6 +84,7 @@ BAD: dict[str, tuple[str, ...]] = {
     "amod": ("capacity=0", "first_block=0", "first_block=6", "blocks=0+2", "blocks=9", "multiply=perhaps"),
     "dynamicvit": ("keep=0", "keep=1.5", "blocks=6", "blocks=2+2", "removal=fold"),
     "spvit": ("keep=0", "keep=0.7+0.8+0.1", "keep=0.7", "blocks=6", "blocks=2+2", "select=best"),
+    "patch_slimming": ("tolerance=0", "step=0", "counts=9+9+9", "counts=9+9+9+9+10", "counts=17+9+9+9+9", "counts=0"),
     "evit": ("keep=0", "keep=2", "blocks=-1", "blocks=3+3", "warm_epochs=-1", "shrink_epochs=-1", "fuse=2"),
     "tome": ("r=-1", "r=2.5", "r=many", "r=1+1+1+1+1+1+1", "inflection=2", "prop_attn=2"),
     "fold": (

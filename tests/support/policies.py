@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "spvit, few": ("spvit", {"select": "count", "keep": (0.1, 0.1), "blocks": (0, 5)}),
     "evit": ("evit", {}),
     "evit, no fusing": ("evit", {"fuse": False, "keep": 0.5, "blocks": (0, 5)}),
+    "patch_slimming": ("patch_slimming", {"counts": (16, 12, 12, 7, 1)}),
     "tome": ("tome", {"r": 3}),
     "tome, plain attention": ("tome", {"r": 5, "prop_attn": False}),
     "tome, listed": ("tome", {"r": [4, 0, 60]}),

@@ -150,6 +150,7 @@ def test_every_recipe_of_a_paper_has_its_facts_here_or_beside() -> None:
         "avit-small",
         "dynamicvit",
         "spvit",
+        "patch-slimming",
         "evit",
         "amod",
         "mod",

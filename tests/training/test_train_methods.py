@@ -24,6 +24,7 @@ from tests.support.training import batch, named
 NEW = (
     "dynamicvit",
     "spvit",
+    "patch-slimming",
     "evit",
     "mod",
     "amod",

@@ -39,6 +39,7 @@ RANKING: dict[str, dict[str, Any]] = {
     "spvit": {"select": "count"},
     "evit": {"keep": 0.6},
     "fold": {"keep": 0.7},
+    "patch_slimming": {"counts": (14, 9, 9, 5, 2)},
     "tome": {"r": 2},
 }
 HALTING: dict[str, dict[str, Any]] = {

@@ -26,6 +26,7 @@ FILES = {
     "avit": "A-ViT, and what its paper compares with",
     "dynamicvit": "DynamicViT",
     "spvit": "SPViT",
+    "patch_slimming": "Patch Slimming",
     "evit": "EViT",
     "amod": "MoD and A-MoD, and what the paper compares with",
     "exits": "ACT, exits, PonderNet: baselines and related work",
