@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from adaptivit.experiments.reproduce import TABLES
+from adaptivit.experiments.reproduce import TABLES, Run, Table
+from adaptivit.experiments.reproduce.figures import Found, Given, retuned, throughput
 from tests.support.commands import refused, run
 
 PAPERS = [name for name, table in TABLES.items() if table.paper]
@@ -86,3 +88,20 @@ def test_the_page_of_the_papers_has_a_line_for_each() -> None:
     page = (Path(__file__).parents[2] / "docs" / "results" / "papers.md").read_text()
     lines = {line.split("`")[1]: line.split(" | ")[2] for line in page.splitlines() if line.startswith("| `")}
     assert lines == {name: TABLES[name].ran_on or "not run" for name in PAPERS}
+
+
+def test_lambda_is_chosen_by_cost_then_by_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    validation = {"full": (70.0, 3.1), "a": (72.0, 3.6), "b": (68.0, 3.11), "c": (69.0, 3.09), "d": (60.0, 2.0)}
+    found = {name: SimpleNamespace(score=s, gmacs=g, images=8) for name, (s, g) in validation.items()}
+    monkeypatch.setattr(retuned, "evaluated", lambda model, *_: found[model])
+    timed: list[list[str]] = []
+    monkeypatch.setattr(throughput, "measure", lambda given: timed.append(given.names) or Found())
+    monkeypatch.setattr(Given, "model", lambda given, name: name)
+    monkeypatch.setattr(Given, "choosing", None)
+    rows = {name: {"top1": str(s), "gmacs": str(g)} for name, (s, g) in validation.items()}
+    table = Table("t", "t", "", tuple(Run(name, "static") for name in rows), "", options={"like": "full"})
+    given = Given(table, dict.fromkeys(rows), rows, "cpu", False)  # type: ignore[arg-type]
+    kept = retuned.measure(given)
+    assert [row["row"] for row in kept.rows if row["chosen"]] == ["c"]  # as near as b, and more accurate
+    assert timed == [["full", "c"]]
+    assert [line["ours"] for line in kept.compared] == ["70.00 / 3.1", "69.00 / 3.09"]
