@@ -103,7 +103,9 @@ def _fit(model: AdaptiveViT, data: str | None, batch_size: int, workers: int) ->
         raise UserError(
             f"{model.policy_name} chooses its patches on images: give some as --data (labels are not looked at)."
         )
-    images = torch.cat(_tensors(model, _images(data).spread(FIRST), batch_size, workers, {}))
+    gone: dict[str, None] = {}
+    images = torch.cat(_tensors(model, _images(data).spread(FIRST), batch_size, workers, gone))
+    left_out(list(gone))
     return model.policy.init_gate(model, images.to(next(model.parameters()).device))
 
 

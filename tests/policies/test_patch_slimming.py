@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import adaptivit
 from adaptivit.errors import UserError, WeightsError
 from adaptivit.policies.patch_slimming import Fit
 from adaptivit.testing import same_outputs
-from tests.support.commands import refused, run
+from tests.support.commands import refused, run, train
 from tests.support.data_sets import folder
 from tests.support.models import ALL_LAYOUTS, TINY, assert_close, pictures, tiny
 from tests.support.reference_vit import attention, embedded, logits_of, mlp, randomised
@@ -193,3 +194,15 @@ def test_apply_finds_the_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with torch.no_grad():
         out = model(torch.randn(2, 3, 32, 32))
     assert float(out.macs[0]) <= 0.9 * out.costs.static
+
+
+def test_training_finds_the_masks_and_a_resumed_run_has_them(tmp_path: Path) -> None:
+    words = (folder(tmp_path / "data"), tmp_path / "run", "--policy", "patch_slimming:step=1,tolerance=0.05")
+    assert train(*words) == 0
+    found = adaptivit.load(tmp_path / "run").policy
+    assert found.counts[-1] < 4
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert train(*words, "--resume") == 0  # nothing is left to do but to save again
+    again = adaptivit.load(tmp_path / "run").policy
+    assert again.counts == found.counts
+    assert torch.equal(again.rank, found.rank)
