@@ -6,7 +6,8 @@ the last has one, a norm and a linear layer on the class token (the mean token w
     confidence   leave when the head is sure: its largest probability, or 1 - entropy / log C, reaches the threshold
                  (BranchyNet, FastBERT, DeeBERT: entropy of heads of their own)
     similarity   leave when the output has stopped changing: mean squared change of the logits (or of the token that the
-                 head reads) from the block before <= threshold                        (A-ViT's Table 2; MSE form)
+                 head reads) from the block before <= threshold; with measure=lpips the distance of LPIPS between the
+                 logits u, v of the two:  sum_c w_c (u_c / |u| - v_c / |v|)^2, w_c > 0 learned  (A-ViT's Table 2)
 
 With patience p the rule must hold p blocks in a row. Trained by losses over exits: with aux=('exits',) every exit runs
 and no image leaves.
@@ -14,19 +15,21 @@ and no image leaves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cost import CostModel, Shape
 from ..decision import Drop
 from ..errors import UserError
 from .base import Policy, Traits
-from .records import ConfidenceSettings
+from .records import ConfidenceSettings, SimilaritySettings
 
 if TYPE_CHECKING:
     from .context import BlockContext
@@ -129,12 +132,34 @@ def uncertainty(logits: Tensor) -> Tensor:
 
 
 class SimilarityExit(Exits):
+    """Facts with aux=('exits',) and measure=lpips: changes [L-1, B], whose gradient reaches the weights alone."""
+
+    def __init__(self, settings: SimilaritySettings, shape: Shape) -> None:
+        super().__init__(settings, shape)
+        if settings.measure == "lpips" and settings.of != "logits":
+            raise UserError("measure=lpips compares the logits: leave of=token out.")
+        self.log_weights = nn.Parameter(torch.zeros(shape.outputs)) if settings.measure == "lpips" else None
+
+    def change(self, now: Tensor, before: Tensor) -> Tensor:
+        """[B] between the outputs [B, C or D] of two blocks in a row."""
+        if self.log_weights is None:
+            return (now - before).pow(2).mean(-1)
+        apart = F.normalize(now, dim=-1) - F.normalize(before, dim=-1)
+        return (self.log_weights.float().exp() * apart.pow(2)).sum(-1)
+
+    def facts(self, state: State) -> dict[str, Tensor]:
+        facts = super().facts(state)
+        if self.log_weights is not None and state.exits:
+            pairs = itertools.pairwise(state.exits)
+            facts["changes"] = torch.stack([self.change(now.detach(), before.detach()) for before, now in pairs])
+        return facts
+
     def _holds(self, ctx: BlockContext, state: State) -> Tensor:
         now = self._logits(ctx).float() if self.settings.of == "logits" else ctx.image()
         before, state.before = state.before, now
         if before is None:
             return torch.zeros_like(state.row, dtype=torch.bool)
-        change, threshold = (now - before).pow(2).mean(-1), self.settings.threshold
+        change, threshold = self.change(now, before), self.settings.threshold
         if ctx.shift is None:
             return change <= threshold
         return change.clamp_min(_TINY).log() <= math.log(max(threshold, _TINY)) + ctx.shift[:, 0]

@@ -361,10 +361,12 @@ class ConfidenceSettings(Settings):
 @record("similarity", "exits:SimilarityExit", "similarity", "#2aa6c9", recipe="similarity")
 @dataclass(frozen=True)
 class SimilaritySettings(Settings):
-    """Early exit when the output has stopped changing; no parameters."""
+    """Early exit when the output has stopped changing."""
 
     threshold: NotNegative = 0.05
-    """Leave when the mean squared change from the block before is at most this."""
+    """Leave when the change from the block before is at most this."""
+    measure: Literal["mse", "lpips"] = "mse"
+    """Mean squared change; or LPIPS's distance of the logits, under weights that --loss.exits trains."""
     of: Literal["logits", "token"] = "logits"
     """Change of the logits, or of the token that the head reads."""
     patience: Count = 1

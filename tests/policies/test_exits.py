@@ -19,7 +19,7 @@ from adaptivit.backbones.slim import narrow
 from adaptivit.errors import UserError
 from adaptivit.policies.exits import uncertainty
 from adaptivit.training.losses import Batch, Exits, Expected, Geometric, Ponder, SelfDistillation
-from tests.support.models import ALL_LAYOUTS, LAYOUTS, assert_close, pictures, tiny
+from tests.support.models import ALL_LAYOUTS, LAYOUTS, assert_close, model_of, pictures, tiny
 from tests.support.reference_vit import embedded, logits_of, sigmoid, whole
 
 L, B = 6, 6
@@ -200,11 +200,55 @@ def test_asked_for_every_exit_speaks(policy: str) -> None:
     assert (out.parts["asked"] == L * 24 * 10).all()
 
 
+def test_lpips_distance_by_hand() -> None:
+    """(3, 4) and (0, 2) are (0.6, 0.8) and (0, 1) at unit length: 0.36 and 0.04 apart, at weights 1 and 2."""
+    model = model_of("similarity", classes=2, measure="lpips")
+    policy: Any = model.policy
+    with torch.no_grad():
+        policy.log_weights.copy_(torch.tensor([1.0, 2.0]).log())
+        assert_close(policy.change(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])), torch.tensor([0.44]))
+        assert_close(policy.change(torch.tensor([[3.0, 4.0]]), torch.tensor([[6.0, 8.0]])), torch.tensor([0.0]))
+
+
+def test_lpips_weights_learn_how_far_an_exit_is_from_the_last() -> None:
+    """Beside the exits' losses: (change - KL(last || exit))^2, from the second exit on; it moves nothing but w."""
+    model, targets = tiny("similarity", measure="lpips"), torch.tensor([3, 1, 4, 1, 5, 9])
+    policy: Any = model.policy
+    out = model(IMAGES, aux=("exits",))
+    exits, changes = out.trace.fact("exits"), out.trace.fact("changes")
+    p = exits.softmax(-1)
+    kl = (p[-1] * (p[-1].log() - p.log())).sum(-1)
+    mean = -exits.log_softmax(-1)[:, range(6), targets].mean()
+    extra = (changes[:-1] - kl[1:-1]).pow(2).mean()
+    loss, first_weights = Exits()(out, Batch(targets)), model.vit.patch_embed.proj.weight
+    assert_close(loss, mean + extra)
+    slopes = [torch.autograd.grad(value, first_weights, retain_graph=True)[0] for value in (loss, mean)]
+    assert_close(*slopes)
+    (slope,) = torch.autograd.grad(extra, policy.log_weights)
+    assert slope.abs().min() > 0
+
+
+@torch.no_grad()
+def test_an_image_leaves_by_its_lpips_distance() -> None:
+    vit = tiny("static").vit
+    shown = []
+    for image in IMAGES:
+        unit = [logits_of(vit, x) / logits_of(vit, x).norm() for x in states(vit, image)]
+        shown.append([math.inf] + [float((b - a).pow(2).sum()) for a, b in itertools.pairwise(unit)])
+    values = sorted(v for row in shown for v in row if v < math.inf)
+    between = [(x + y) / 2 for x, y in itertools.pairwise(values)]
+    threshold = varied(between, lambda t: [first([v <= t for v in row], 1) for row in shown])
+    depth = [first([v <= threshold for v in row], 1) for row in shown]
+    for layout in LAYOUTS:
+        out = tiny("similarity", measure="lpips", threshold=threshold)(IMAGES, layout=layout)
+        assert out.trace.depth[:, -1].tolist() == depth
+
+
 # -- BranchyNet, FastBERT, DeeBERT ------------------------------------------------------------------------------------
 def said(*exits: list[float]) -> Any:
     """An output whose exits gave one image these probabilities."""
     fact = torch.tensor(exits).log()[:, None]
-    return SimpleNamespace(trace=SimpleNamespace(fact={"exits": fact}.__getitem__))
+    return SimpleNamespace(trace=SimpleNamespace(facts={}, fact={"exits": fact}.__getitem__))
 
 
 def test_uncertainty_by_hand() -> None:

@@ -100,7 +100,7 @@ BAD: dict[str, tuple[str, ...]] = {
     "fold ": ("power=-1", "value=-1", "evidence=row"),
     "act": ("eps=1", "eps=-1", "surrogate_width=0", "bias=high", "unit=patch", "gate=layer"),
     "confidence": ("threshold=0", "threshold=1.1", "patience=0", "criterion=margin", "heads=two"),
-    "similarity": ("threshold=-1", "patience=0", "of=head"),
+    "similarity": ("threshold=-1", "patience=0", "of=head", "measure=ssim"),
     "pondernet": ("prior=0", "prior=1", "index=-1", "index=24", "unit=batch", "sample=x"),
 }
 
@@ -120,6 +120,7 @@ def test_every_policy_has_bad_settings_to_name() -> None:
     ("policy", "given", "message"),
     [
         ("static", {"depth": 2, "share": 0.5}, "depth and share"),
+        ("similarity", {"measure": "lpips", "of": "token"}, "leave of=token out"),
         ("dynamicvit", {"removal": "merge", "blocks": (0, 2)}, r"blocks: .*1\.\.5"),
         ("tome", {"r": [1, 2], "inflection": 0.5}, "inflection"),
         ("tome", {"r": []}, "r: "),

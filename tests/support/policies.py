@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "confidence": ("confidence", {"threshold": 0.5}),
     "confidence, entropy of own heads": ("confidence", {"threshold": 0.3, "criterion": "entropy", "heads": "own"}),
     "similarity": ("similarity", {"threshold": 2.0}),
+    "similarity, LPIPS": ("similarity", {"threshold": 0.5, "measure": "lpips"}),
     "similarity, token": ("similarity", {"threshold": 3.0, "of": "token", "patience": 2}),
     "pondernet": ("pondernet", GATE),
     "pondernet, sampled": ("pondernet", GATE | {"unit": "token", "sample": 3}),

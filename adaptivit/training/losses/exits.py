@@ -3,6 +3,7 @@
 Shapes: L layers, B images, C classes, U halting units an image (1, or N tokens).
 
     Exits               mean over blocks of w_l loss(y_l), w_L = last, else 1      confidence, similarity, BranchyNet
+                        where changes d_l are learned (LPIPS) also the mean over blocks of (d_l - KL(y_L || y_l))^2
     SelfDistillation    mean over blocks before the last of KL(y_L || y_l)         FastBERT
     Expected            mean over images of sum_l p_l loss(y_l)                    PonderNet; p of image or class token
     Geometric           mean over units of KL(p || truncated geometric prior)      PonderNet
@@ -39,7 +40,12 @@ class Exits(Summed):
 
     def sums(self, output: Output, batch: Batch) -> Tensor:
         losses = _losses(output, batch, self.task, self.label_smoothing)
-        return over_images(torch.cat([losses[:-1], self.last * losses[-1:]]).mean(0))
+        found = torch.cat([losses[:-1], self.last * losses[-1:]]).mean(0)
+        if "changes" in output.trace.facts:
+            _, *exits, last = output.trace.fact("exits").detach().float()
+            aims = torch.stack([self.task.distance(y, last) for y in exits])  # [L-2, B]
+            found = found + (output.trace.fact("changes")[:-1] - aims).pow(2).mean(0)
+        return over_images(found)
 
 
 @dataclass(frozen=True)
