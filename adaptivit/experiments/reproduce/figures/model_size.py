@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ....backbones import family_of
 from ....backbones.build import build_backbone
+from ....backbones.families import family_of
 from ....cost import CostModel
 from . import Found, Given
 
