@@ -12,9 +12,22 @@ Pictures of single images are PIL images, charts over many are matplotlib figure
 from .architecture import architecture
 from .charts import accuracy, confidence, depths, live, planned, positions, scores
 from .charts import importance as importance_chart
+from .charts import importances as importance_charts
 from .collect import Plans, Scores, Seen, data_set, look
 from .importance import Importance, leave_one_out
-from .pictures import animation, easy_and_hard, frames, halted, maps, overlay, painted, plan_sheet, strip, through
+from .pictures import (
+    animation,
+    easy_and_hard,
+    frames,
+    halted,
+    maps,
+    overlay,
+    painted,
+    plan_sheet,
+    routes,
+    strip,
+    through,
+)
 from .report_folder import report, write
 from .report_page import ReportData
 from .statistics import by_class, gain_and_lose, shallow_and_deep
@@ -37,6 +50,7 @@ __all__ = [
     "gain_and_lose",
     "halted",
     "importance_chart",
+    "importance_charts",
     "leave_one_out",
     "live",
     "look",
@@ -47,6 +61,7 @@ __all__ = [
     "planned",
     "positions",
     "report",
+    "routes",
     "scores",
     "shallow_and_deep",
     "strip",

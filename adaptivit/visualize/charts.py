@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -226,25 +226,60 @@ def accuracy(seen: Seen, bins: int = 4) -> Any:
 
 def importance(found: Importance) -> Any:
     """Correlation of scores with leave-one-out importance at every scored block (A-MoD Fig. 4)."""
-    figure, axes = _panel("block from which the patch is left out", "correlation")
-    blocks = np.array([b + 1 for b in found.blocks])
-    for values, name, colour, marker, sign, left, shift in (
-        (found.pearson, "Pearson", ACCENT, "o", "●", 0.02, -0.08),
-        (found.spearman, "Spearman", WRONG, "s", "■", 0.27, 0.08),
-    ):
-        mean, half = mean_and_half(values)
-        good = np.isfinite(mean)
-        x, low, high = blocks[good] + shift, (mean - half)[good], (mean + half)[good]
-        axes.plot(x, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3)
-        axes.vlines(x, low, high, color=colour, linewidth=1, zorder=2)
-        axes.annotate(f"{sign} {name}", (left, 0.04), xycoords="axes fraction", fontsize=8, color=colour)
+    figure, axes = _panel(_LEFT_OUT, "correlation")
+    for n, (values, name) in enumerate(((found.pearson, "Pearson"), (found.spearman, "Spearman"))):
+        _correlated(axes, found, values, name, (ACCENT, WRONG)[n], n)
+    p = found.p_values(found.pearson)
+    below = f"p < 0.05 in {int((p < 0.05).sum())} of {int(np.isfinite(p).sum())}"
+    headline(axes, "Scores against importance", f"{_taken(found)}; mean, 95 % interval; {below}")
+    return figure
+
+
+def importances(found: Mapping[str, Importance], colours: Sequence[str] = (ACCENT, WRONG)) -> Any:
+    """Pearson's correlation with leave-one-out importance, and its p-values, methods side by side (A-MoD Fig. 4)."""
+    wide, high, left = 560, 360, 100
+    figure = new_figure(2 * (left + wide) + 40, _BELOW + high + _ABOVE)
+    upper, lower = (add_axes(figure, left + n * (left + wide), _BELOW, wide, high) for n in (0, 1))
+    label_axes(upper, _LEFT_OUT, "correlation")
+    label_axes(lower, _LEFT_OUT, "p-value, log scale")
+    for n, (name, one) in enumerate(found.items()):
+        _correlated(upper, one, one.pearson, name, colours[n], n)
+        p = np.maximum(one.p_values(one.pearson), _LEAST)
+        x = np.array(one.blocks) + 1 + 0.3 * (n - (len(found) - 1) / 2)
+        lower.scatter(np.repeat(x, p.shape[1]), p.ravel(), s=10, color=colours[n], alpha=0.45, linewidths=0, zorder=2)
+        known = np.isfinite(p).any(1)
+        lower.scatter(x[known], np.nanmedian(p[known], 1), s=260, marker="_", color=colours[n], linewidths=2, zorder=3)
+    lower.set(yscale="log", xlim=upper.get_xlim())
+    lower.axhline(0.05, color=MUTED, linewidth=1, linestyle=DASHED, zorder=1)
+    lower.annotate("0.05", (0.005, 0.05), xycoords=lower.get_yaxis_transform(), fontsize=8, color=MUTED)
+    lower.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    grid(lower)
+    headline(upper, "Scores against importance", f"{_taken(one)}; Pearson's, mean and 95 % interval")
+    headline(lower, "p-values", "a point an image, a line their median")
+    return figure
+
+
+_LEFT_OUT = "block from which the patch is left out"
+_LEAST = 1e-60  # p-values that are drawn
+
+
+def _taken(found: Importance) -> str:
+    return f"{found.pearson.shape[1]} images, {found.tokens} patches"
+
+
+def _correlated(axes: Any, found: Importance, values: Array, name: str, colour: str, number: int) -> None:
+    """A line of mean correlations by block with their intervals, the first or second of two."""
+    blocks, (mean, half) = np.array(found.blocks) + 1, mean_and_half(values)
+    good, (marker, sign) = np.isfinite(mean), (("o", "●"), ("s", "■"))[number]
+    x, low, high = blocks[good] + (-0.08, 0.08)[number], (mean - half)[good], (mean + half)[good]
+    axes.plot(x, mean[good], color=colour, marker=marker, markersize=4.5, linewidth=1.6, zorder=3)
+    axes.vlines(x, low, high, color=colour, linewidth=1, zorder=2)
+    place = (0.02 + 0.25 * number, 0.04)
+    axes.annotate(f"{sign} {name}", place, xycoords="axes fraction", fontsize=8, color=colour)
     axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
     axes.set(xlim=(blocks.min() - 0.6, blocks.max() + 0.6), ylim=(-1.02, 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     grid(axes)
-    detail = f"{found.pearson.shape[1]} images, {found.tokens} patches each; mean and 95 % interval"
-    headline(axes, "Scores against importance", detail)
-    return figure
 
 
 def svg(figure: Any, name: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..model import AdaptiveViT
 from .collect import Array, Progress, Seen
-from .statistics import correlations
+from .statistics import correlations, p_value
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Importance:
     chosen: Array  # [S, B, T] patches, -1 where fewer were scored
     change: Array  # [S, B, T] of the loss, NaN there
     tokens: int  # T
+
+    def p_values(self, correlation: Array) -> Array:
+        """[S, B] of `pearson` or `spearman`: two-sided p, were scores and importance unrelated."""
+        return np.vectorize(p_value, otypes=[float])(correlation, (self.chosen >= 0).sum(-1))
 
 
 @torch.inference_mode()

@@ -211,6 +211,16 @@ def strip(seen: Seen, index: int, view: str = "tokens", layers: Sequence[int] | 
     return sheet(rows, layers=seen.layers if depths else 0, light=1.0 if view == "plan" else DIM)
 
 
+def routes(several: Sequence[Seen], index: int) -> Image.Image:
+    """The patches of one image that models compute in each routed block, a model below the other (A-MoD Fig. 5)."""
+    rows = [
+        [(plain(seen, index), seen.method)]
+        + [(painted(seen, index, b), f"block {b + 1} · {_counted(seen, index, b, 'tokens')}") for b in changing(seen)]
+        for seen in several
+    ]
+    return sheet(rows)
+
+
 def _counted(seen: Seen, index: int, layer: int, view: str) -> str:
     """Patches that a block computes; for regions, the tokens that are left after it."""
     if view == "groups" and seen.groups is not None:

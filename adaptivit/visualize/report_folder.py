@@ -151,9 +151,11 @@ def _rows(seen: Seen) -> list[dict[str, Any]]:
 
 
 def _importance(found: Importance) -> list[dict[str, Any]]:
+    p, rank_p = found.p_values(found.pearson), found.p_values(found.spearman)
     return [
-        {"block": block + 1, "image": int(image), "pearson": f"{found.pearson[s, b]:.6f}"}
-        | {"spearman": f"{found.spearman[s, b]:.6f}", "patches": int((found.chosen[s, b] >= 0).sum())}
+        {"block": block + 1, "image": int(image), "patches": int((found.chosen[s, b] >= 0).sum())}
+        | {"pearson": f"{found.pearson[s, b]:.6f}", "pearson_p": f"{p[s, b]:.3g}"}
+        | {"spearman": f"{found.spearman[s, b]:.6f}", "spearman_p": f"{rank_p[s, b]:.3g}"}
         for s, block in enumerate(found.blocks)
         for b, image in enumerate(found.images)
     ]

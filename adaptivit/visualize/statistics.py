@@ -5,6 +5,7 @@ Shapes: B images, S places where patches were scored.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -29,6 +30,34 @@ def correlations(x: Array, y: Array) -> tuple[float, float]:
     if len(x) < 3 or np.ptp(x) < 1e-12 or np.ptp(y) < 1e-12:
         return math.nan, math.nan
     return float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(ranks(x), ranks(y))[0, 1])
+
+
+def p_value(r: float, count: int) -> float:
+    """Two-sided p of a correlation of `count` pairs, were there none: Student's t with count - 2 degrees of freedom.
+
+    Exact for Pearson's r of normal values, the usual approximation for Spearman's.
+    """
+    free = count - 2
+    if free < 1 or math.isnan(r):
+        return math.nan
+    square = min(r * r, 1.0)
+    if square * (free + 1) > 1:  # t^2 / (t^2 + free) is r^2, so p is I_{1 - r^2}(free / 2, 1/2)
+        return _beta(free / 2, 0.5, 1 - square)
+    return 1 - _beta(0.5, free / 2, square)
+
+
+def _beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), by a series of positive terms, for x below its mean."""
+    if x <= 0:
+        return 0.0
+    total = term = 1.0
+    for n in itertools.count():
+        term *= (a + b + n) / (a + 1 + n) * x
+        total += term
+        if term < 1e-17 * total:
+            break
+    scale = math.lgamma(a + b) - math.lgamma(a + 1) - math.lgamma(b)
+    return total * math.exp(scale + a * math.log(x) + b * math.log1p(-x))
 
 
 def ranks(values: Array) -> Array:

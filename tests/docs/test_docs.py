@@ -175,8 +175,9 @@ def test_commands_parse(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     for name in ("deit_tiny.safetensors", "DEIT_TINY", "my_policy.py"):
         Path(name).touch()
-    Path("runs/sweep").mkdir(parents=True)
-    Path("runs/sweep/best.json").write_text('{"recipe": {"optim.lr": 0.0003}}')
+    for name in ("runs/sweep/best.json", "runs/mod/config.json", "runs/amod/config.json"):
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text('{"recipe": {"optim.lr": 0.0003}}')
     for words in COMMANDS[page]:
         try:
             check(parse(words))

@@ -82,6 +82,7 @@ def test_a_trained_model_takes_a_rows_place(work: Path, tmp_path: Path) -> None:
     known = {row["top1"] for row in rows(tmp_path / "a" / "results.csv")}
     assert {row["top1"] for row in again} <= known
     assert {row["epochs"] for row in again} == {"0"}
+    assert ["given by --models" in row["differs"] for row in again] == [True, True]
 
 
 def test_the_page_of_the_papers_has_a_line_for_each() -> None:

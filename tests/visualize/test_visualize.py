@@ -286,6 +286,25 @@ def test_shares_and_correlations() -> None:
     assert np.isnan(mean[1])
 
 
+def test_p_values_worked_by_hand() -> None:
+    """The t distribution has a closed form for whole degrees of freedom: 1, 2 and 4 of them are 3, 4 and 6 pairs."""
+    for r in (0.0, 0.01, -0.3, 0.5, 0.8, 0.999, 1.0):
+        a = abs(r)
+        assert statistics.p_value(r, 3) == pytest.approx(1 - 2 / np.pi * np.arcsin(a), abs=1e-12)
+        assert statistics.p_value(r, 4) == pytest.approx(1 - a, abs=1e-12)
+        assert statistics.p_value(r, 6) == pytest.approx(1 - 1.5 * a + 0.5 * a**3, abs=1e-12)
+    assert statistics.p_value(1 - 1e-6, 6) == pytest.approx(1.4999995e-12, rel=1e-6, abs=0)  # (1 - r)^2 (1 + r / 2)
+    assert np.isnan([statistics.p_value(np.nan, 9), statistics.p_value(0.5, 2)]).all()
+
+
+def test_routes_of_two_models_one_below_the_other() -> None:
+    images = pictures(2)
+    both = [visualize.look(made(policy), images) for policy in ("mod", "amod")]
+    one = visualize.strip(both[0], 1)
+    assert visualize.routes(both, 1).width >= one.width
+    assert visualize.routes(both, 1).height > 1.5 * one.height
+
+
 def test_classes_gain_and_lose() -> None:
     model, images = made("aht"), pictures(6)
     truth = model(images).logits.argmax(-1).tolist()
@@ -331,6 +350,8 @@ def test_leave_one_out_is_the_replay_of_a_single_drop(policy: str, kind: str) ->
         assert np.isfinite(seen.scores.values[s, 1, picked]).all()
         expected = statistics.correlations(sign * seen.scores.values[s, 1, picked], found.change[s, 0, : len(picked)])
         np.testing.assert_equal((found.pearson[s, 0], found.spearman[s, 0]), expected)
+        p = statistics.p_value(found.spearman[s, 0], len(picked))
+        np.testing.assert_equal(found.p_values(found.spearman)[s, 0], p)
 
 
 def tiny_logits(model: AdaptiveViT, image: torch.Tensor, gone: tuple[int, int] | None, slots: int) -> torch.Tensor:
@@ -460,6 +481,7 @@ def test_a_report_with_labels_and_a_static_model(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO((tmp_path / "importance.csv").read_text())))
     assert len(rows) == 5 * 3
     assert all(r["patches"] in "01234" for r in rows)
+    assert all(0 <= float(r["pearson_p"]) <= 1 for r in rows if r["pearson_p"] != "nan")
     assert {"looking 24/24", "looking (static) 24/24", "leaving one out 15/15"} <= set(seen)
     assert seen[-1].startswith("drawing")
     assert len(set(seen[-1].split()[1].split("/"))) == 1

@@ -215,7 +215,7 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
         training=replace(training, weights=weights, out=str(out)),
         trains=trains,
         checkpoint=taken,
-        differs=_differs(config, table, published, training) if table.paper else "",
+        differs=_differs(config, table, published, training, taken) if table.paper else "",
         epochs=own + (start.epochs if start else 0),
         share=share,
         split=config.split,
@@ -227,13 +227,14 @@ def _job(config: ReproduceConfig, table: Table, run: Run, seed: int, start: Job 
     )
 
 
-def _differs(config: ReproduceConfig, table: Table, published: TrainConfig, training: TrainConfig) -> str:
+def _differs(config: ReproduceConfig, table: Table, published: TrainConfig, training: TrainConfig, taken: str) -> str:
     """What of a row is not the paper's, as far as the settings tell."""
     if config.stand_in:
         return stand_in.WORDS
     names = ("backbone", "epochs", "batch_size", "optim.lr")
     mine, its = flat(training), flat(published)
     parts = [f"{name} {mine[name]} (paper {its[name]})" for name in names if mine[name] != its[name]]
+    parts += ["a model given by --models, not trained here"] if taken else []
     parts += [f"data {Path(config.data).name} (paper: {table.data})"] if config.data else []
     return "; ".join(parts)
 
