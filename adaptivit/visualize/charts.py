@@ -146,15 +146,16 @@ def scores(seen: Seen, each_image: bool = False) -> Any:
     if each_image:  # a point an image, beside one another by their order
         means = by_image(seen.scores)
         x = np.arange(1, len(means) + 1)[:, None] + np.linspace(-0.26, 0.26, means.shape[1])
-        axes.scatter(x, means, s=4, color=ACCENT, alpha=0.35, linewidths=0, rasterized=means.size > 2000, zorder=2.5)
+        axes.scatter(x, means, s=4, color=ACCENT, alpha=0.3, linewidths=0, rasterized=means.size > 2000)
     line = {"color": ACCENT, "linewidth": 1.1}
     axes.bxp(
         boxes,
         showfliers=False,
         patch_artist=True,
         widths=0.6,
-        boxprops={"facecolor": FAINT, "edgecolor": ACCENT, "linewidth": 1.1},
+        boxprops={"facecolor": "none" if each_image else FAINT, "edgecolor": ACCENT, "linewidth": 1.1},
         medianprops={"color": INK, "linewidth": 1.6},
+        zorder=3,
         whiskerprops=line,
         capprops=line,
     )

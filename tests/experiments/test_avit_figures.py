@@ -14,6 +14,7 @@ from PIL import Image
 from adaptivit.data.dataset import Images, Labelled
 from adaptivit.experiments.benchmark.contenders import BEST, OWN, TIMM
 from adaptivit.experiments.reproduce.figures import Found, Given, entry_zeroing, throughput, token_depth
+from adaptivit.experiments.reproduce.figures.entry_zeroing import PLACES
 from adaptivit.experiments.reproduce.tables import Table
 from adaptivit.model import AdaptiveViT
 from adaptivit.visualize.collect import look
@@ -66,27 +67,29 @@ def test_zeroing_an_entry_is_that_of_timms_model() -> None:
     given = ready({"DeiT-T": model, "A-ViT": model_of("avit")}, count=40, repeats=10**6, paper={"DeiT-T": "-0.08"})
     given.images.labels[:] = _answers(model, given, None)
     found = entry_zeroing.measure(given)
-    rows = {int(row["entry"]): row for row in found.rows}
-    assert sorted(rows) == list(range(model.shape.dim))
+    rows = {(str(row["where"]), int(row["entry"])): row for row in found.rows}
+    assert set(rows) == {(place, entry) for place in PLACES for entry in range(model.shape.dim)}
     assert {row["row"] for row in rows.values()} == {"DeiT-T"}
-    for entry in (0, 5):
-        right = [a == b for a, b in zip(_answers(model, given, entry), given.images.labels, strict=True)]
-        assert rows[entry]["top1_zeroed"] == pytest.approx(100 * sum(right) / 40)
-        assert rows[entry]["change"] == pytest.approx(rows[entry]["top1_zeroed"] - 100)
-    changes = [float(row["change"]) for row in rows.values()]
-    assert min(changes) < 0
-    ours = f"{np.mean(changes):+.2f} ± {np.std(changes, ddof=1):.2f}"
-    assert list(found.compared) == [{"what": "DeiT-T, points", "ours": ours, "paper": "-0.08"}]
+    for (place, entry), row in rows.items():
+        if entry in (0, 5):
+            right = [a == b for a, b in zip(_answers(model, given, entry, place), given.images.labels, strict=True)]
+            assert row["top1_zeroed"] == pytest.approx(100 * sum(right) / 40)
+            assert row["change"] == pytest.approx(row["top1_zeroed"] - 100)
+    for place, line in zip(PLACES, found.compared, strict=True):
+        changes = [float(row["change"]) for (where, _), row in rows.items() if where == place]
+        assert min(changes) < 0
+        ours = f"{np.mean(changes):+.2f} ± {np.std(changes, ddof=1):.2f}"
+        assert line == {"what": f"DeiT-T, zero in {place}, points", "ours": ours, "paper": "-0.08"}
 
 
-def _answers(model: AdaptiveViT, given: Ready, entry: int | None) -> list[int]:
-    """Classes by timm's modules, with an entry set to zero before every block and before the norm."""
+def _answers(model: AdaptiveViT, given: Ready, entry: int | None, place: str = "") -> list[int]:
+    """Classes by timm's modules, with an entry set to zero before the first or every block and the norm."""
 
     def zero(_: Any, rows: tuple[torch.Tensor]) -> torch.Tensor:
         return rows[0].clone().index_fill_(-1, torch.tensor([] if entry is None else [entry], dtype=torch.long), 0)
 
-    places = [*model.vit.blocks, model.vit.norm]
-    hooks = [place.register_forward_pre_hook(zero) for place in places]
+    places = [*model.vit.blocks, model.vit.norm][: 1 if place == PLACES[0] else None]
+    hooks = [module.register_forward_pre_hook(zero) for module in places]
     images = Images(given.images, model.preprocessing.evaluation())
     with torch.inference_mode():
         answers = [int(model.vit(images[i].image[None]).argmax()) for i in range(len(images))]
