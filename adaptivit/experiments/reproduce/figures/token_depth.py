@@ -19,7 +19,7 @@ from ....visualize.collect import Seen
 from ....visualize.statistics import by_class, correlations, gain_and_lose
 from . import Found, Given
 
-_SAMPLES, _CLASSES = 4, 3  # pictures of a class, and classes with pictures
+_SAMPLES, _CLASSES = 2, 3  # pictures of a class, and classes with pictures
 
 
 def measure(given: Given) -> Found:
@@ -96,17 +96,18 @@ def _classes(given: Given, seen: dict[str, Seen]) -> Found:
     static, one = next(iter(seen.values())), _last(seen)
     assert one.labels is not None
     rows = by_class(one, static)
-    tiles, headings, compared = [], [], []
+    drawn: dict[str, list[tuple[Any, str]]] = {}
+    compared = []
     for word, part in zip(("gain", "lose"), gain_and_lose(rows, 10), strict=True):
         names = ", ".join(f"{row['class']} {row['change']:+.0f}" for row in part) or "none"
         compared.append({"what": f"classes that {word} most, points", "ours": names, "paper": "see its Table 1"})
         for row in part[:_CLASSES]:
+            words = f"{row['class']}, {row['static top-1 %']:.0f} to {row['top-1 %']:.0f} %"
             own = [i for i in range(len(one)) if one.class_name(int(one.labels[i])) == row["class"]][:_SAMPLES]
-            tiles.append([(pictures.plain(one, i), f"depth {one.mean_depth[i]:.1f}") for i in own])
-            headings.append(f"{row['class']}: {row['static top-1 %']:.0f} to {row['top-1 %']:.0f} %")
-    drawn = {"classes.png": image_bytes(pictures.sheet(tiles, headings=headings))} if tiles else {}
+            drawn.setdefault(f"Classes that {word} most", []).extend((pictures.plain(one, i), words) for i in own)
+    sheet = {"classes.png": image_bytes(pictures.sheet(list(drawn.values()), headings=list(drawn)))} if drawn else {}
     notes = [f"{len(one)} images of {len(rows)} classes: {len(one) / len(rows):.1f} images a class (paper: 50)."]
-    return Found(rows, drawn, compared, notes)
+    return Found(rows, sheet, compared, notes)
 
 
 _DRAW = {"maps": _maps, "places": _places, "extremes": _extremes, "beside": _beside, "classes": _classes}
