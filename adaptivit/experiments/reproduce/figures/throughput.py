@@ -1,7 +1,8 @@
 """Images a second of a table's rows beside the best static model, timed in turn.
 
-options: batch; paper = {row = "as printed"}. Rows of one backbone take turns with its static baselines, as in
-`adaptivit benchmark`, which has the dtype and layouts too; every row is first checked against its own decisions.
+options: batch; paper = {row = "as printed"}; accuracy = true plots it against images/s, too. Rows of one backbone take
+turns with its static baselines, as in `adaptivit benchmark`, which has the dtype and layouts too; every row is first
+checked against its own decisions.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from ....data import dataset
 from ....errors import UserError
 from ....factory import create
 from ....model import AdaptiveViT
+from ....visualize.pareto import pareto
 from ...benchmark.charts import bars
 from ...benchmark.config import BenchmarkConfig
 from ...benchmark.contenders import BEST, Setting
 from ...benchmark.rows import Row, rate
 from ...benchmark.run import configuration, head_of
+from ...table import points
 from . import Found, Given
 
 _COLUMNS = ("contender", "backbone", "img_size", "batch", "dtype", "layout", "static_mode", "gmacs", "mac_share")
@@ -30,7 +33,7 @@ _TIMES = ("ms_p20", "ms_p50", "ms_p80", "images_per_s", "speed_vs_best_static", 
 
 def measure(given: Given) -> Found:
     tiny: dict[str, Any] = {"skip_compiled": True, "repeats": 3, "warm_up": 1, "inner": 1} if given.stand_in else {}
-    config = BenchmarkConfig(batch_sizes=(given.option("batch", 64),), **tiny)
+    config = BenchmarkConfig(batch_sizes=(min(given.option("batch", 64), 8 if given.stand_in else 2**16),), **tiny)
     models: dict[Any, dict[str, AdaptiveViT]] = {}
     for name in given.names:
         model = given.model(name)
@@ -53,7 +56,13 @@ def measure(given: Given) -> Found:
     modes = sorted({f"{row['backbone']} {row['static_mode']}" for row in rows if row["contender"] == BEST})
     note = f"images/s at batch {rows[0]['batch']}, {rows[0]['dtype']}; best static: {', '.join(modes)}"
     kept = [{name: row[name] for name in (*_COLUMNS, *_TIMES)} for row in rows]
-    return Found(kept, {"throughput.png": bars(rows)}, compared, [note])
+    pictures = {"throughput.png": bars(rows)}
+    if given.option("accuracy", False):
+        speeds = {row["contender"]: float(row["images_per_s"]) for row in own_rows}
+        named = [given.rows[name] | {"method": name} for name in given.names]
+        dots = [replace(p, speed=speeds[p.label], curve=p.policy) for p in points(named)]
+        pictures["accuracy.png"] = pareto(dots, detail=f"{given.table.name}, batch {rows[0]['batch']}", reference="")
+    return Found(kept, pictures, compared, [note])
 
 
 def _setting(config: BenchmarkConfig, given: Given, models: Mapping[str, AdaptiveViT]) -> Setting:
