@@ -110,9 +110,8 @@ def front(points: Sequence[Point], x: Sequence[float], cheap: bool) -> list[int]
 
 
 def below_axis(points: Sequence[Point], level: float | None) -> set[int]:
-    """Indices of the points so far below static that they would press all others into a line."""
-    top = max(p.top1 for p in points) if level is None else level
-    found = {i for i, p in enumerate(points) if p.top1 < top - _FAR}
+    """Indices of the points so far below static that they would press all others into a line; none without it."""
+    found = {i for i, p in enumerate(points) if level is not None and p.top1 < level - _FAR}
     return found if len(points) - len(found) >= 3 else set()
 
 

@@ -103,6 +103,7 @@ def test_labels_never_overlap(count: int) -> None:
 def test_points_far_below_do_not_press_the_others_together() -> None:
     points = table.points(made_up(13))
     assert below_axis(points, 71) == {6, 12}
+    assert below_axis(points, None) == set()
     axes = drawn(points).axes[0]
     low, high = axes.get_ylim()
     assert 60 < low < 68
