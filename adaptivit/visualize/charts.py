@@ -146,14 +146,16 @@ def scores(seen: Seen, each_image: bool = False) -> Any:
     if each_image:  # a point an image, beside one another by their order
         means = by_image(seen.scores)
         x = np.arange(1, len(means) + 1)[:, None] + np.linspace(-0.26, 0.26, means.shape[1])
-        axes.scatter(x, means, s=4, color=ACCENT, alpha=0.3, linewidths=0, rasterized=means.size > 2000)
-    line = {"color": ACCENT, "linewidth": 1.1}
+        look = {"s": 4, "color": ACCENT, "alpha": min(0.4, 100 / len(seen)), "linewidths": 0}
+        axes.scatter(x, means, rasterized=means.size > 2000, **look)
+    edge, face = (INK, "none") if each_image else (ACCENT, FAINT)
+    line = {"color": edge, "linewidth": 1.1}
     axes.bxp(
         boxes,
         showfliers=False,
         patch_artist=True,
         widths=0.6,
-        boxprops={"facecolor": "none" if each_image else FAINT, "edgecolor": ACCENT, "linewidth": 1.1},
+        boxprops={"facecolor": face, "edgecolor": edge, "linewidth": 1.1},
         medianprops={"color": INK, "linewidth": 1.6},
         zorder=3,
         whiskerprops=line,
