@@ -19,6 +19,7 @@ from ....model import AdaptiveViT
 from ....visualize.importance import logits_of
 from . import Found, Given
 
+_NOTE = "± is the s.d. over the entries; in brackets 95 % over the images. The paper does not say where."
 PLACES = ("embedding", "embedding and every block")
 
 
@@ -40,10 +41,13 @@ def measure(given: Given) -> Found:
         ]
         for place in PLACES:
             change = [row["change"] for row in own if row["where"] == place]
-            ours = f"{statistics.mean(change):+.2f} ± {statistics.stdev(change):.2f}"
+            here = [case + 1 for case, (where, _) in enumerate(cases) if where == place]
+            each = 100 * (right[here].mean(0) - right[0])  # [images] points, mean of the entries
+            half = 1.96 * each.std(ddof=1) / len(each) ** 0.5
+            ours = f"{statistics.mean(change):+.2f} ± {statistics.stdev(change):.2f} (± {half:.2f})"
             compared.append({"what": f"{name}, zero in {place}, points", "ours": ours, "paper": paper.get(name, "")})
         rows += own
-    return Found(rows, compared=compared, notes=["± is the s.d. over the entries. The paper does not say where."])
+    return Found(rows, compared=compared, notes=[_NOTE])
 
 
 @torch.inference_mode()
