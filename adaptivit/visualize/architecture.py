@@ -86,7 +86,7 @@ def _planners(axes: Any, seen: Seen, middles: list[float]) -> None:
     for s, stage in enumerate(seen.plans.stages):
         of_live = seen.plans.values[s][seen.plans.live[s]]
         mean = f"depth {of_live.mean():.1f}" if of_live.size else "none live"
-        _box(axes, middles[stage - 1], high, 58, f"P{s + 1}", mean, _PLANNER, 7.0)
+        _box(axes, middles[stage - 1], high, 60, f"P{s + 1}", mean, _PLANNER, 7.0)
         _arrow(axes, (middles[stage - 1], _BELOW + _HIGH + 4), (middles[stage - 1], high - 22), _PLANNER)
     first, last = middles[seen.plans.stages[0] - 1] - 29, middles[seen.plans.stages[-1] - 1] + 29
     axes.plot([first, last], [high + 30] * 2, color=_PLANNER, linewidth=1, linestyle=DASHED)
@@ -98,7 +98,7 @@ def _box(axes: Any, x: float, y: float, width: float, first: str, second: str, c
     style: Any = {"boxstyle": "round,pad=0,rounding_size=6", "facecolor": "white", "edgecolor": colour, "zorder": 3}
     axes.add_patch(FancyBboxPatch((x - width / 2, y - 20), width, 40, **style))
     _text(axes, x, y + 8, first, colour, size)
-    _text(axes, x, y - 8, second, MUTED, size - 0.5)
+    _text(axes, x, y - 8, second, MUTED, size - 1)
 
 
 def _text(axes: Any, x: float, y: float, text: str, colour: str, size: float = 7.5, **more: Any) -> None:
