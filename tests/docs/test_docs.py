@@ -175,7 +175,8 @@ def test_commands_parse(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     for name in ("deit_tiny.safetensors", "DEIT_TINY", "my_policy.py"):
         Path(name).touch()
-    for name in ("runs/sweep/best.json", "runs/mod/config.json", "runs/amod/config.json", "runs/avit/config.json"):
+    for name in ("sweep/best.json", *(f"{policy}/config.json" for policy in ("aht", "mod", "amod", "avit"))):
+        name = f"runs/{name}"
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text('{"recipe": {"optim.lr": 0.0003}}')
     for words in COMMANDS[page]:
