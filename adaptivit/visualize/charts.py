@@ -254,8 +254,10 @@ def importances(found: Mapping[str, Importance], colours: Sequence[str] = (ACCEN
         lower.scatter(x[known], np.nanmedian(p[known], 1), s=260, marker="_", color=colours[n], linewidths=2, zorder=3)
     lower.set(yscale="log", xlim=upper.get_xlim())
     lower.axhline(0.05, color=MUTED, linewidth=1, linestyle=DASHED, zorder=1)
-    lower.annotate("0.05", (0.005, 0.05), xycoords=lower.get_yaxis_transform(), fontsize=8, color=MUTED)
+    place = {"xycoords": lower.get_yaxis_transform(), "textcoords": "offset points"}
+    lower.annotate("0.05", (0, 0.05), xytext=(2, 3), fontsize=8, color=MUTED, **place)
     lower.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    lower.minorticks_off()
     grid(lower)
     headline(upper, "Scores against importance", f"{_taken(one)}; Pearson's, mean and 95 % interval")
     headline(lower, "p-values", "a point an image, a line their median")
