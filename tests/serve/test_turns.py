@@ -148,9 +148,9 @@ def test_a_slow_model_has_small_batches(model: Any) -> None:
 
 
 def test_a_client_shares_the_batches_that_others_wait_for(model: Any) -> None:
-    batcher, go = Batcher(model, wait=0.0, longest=1e-9), threading.Event()
-    batcher._pace = 1e-9
-    held = batcher.call(go.wait, 60)
+    batcher, begun, go = Batcher(model, wait=0.0, longest=1e-9), threading.Event(), threading.Event()
+    held = batcher.call(lambda: begun.set() or go.wait(60))
+    assert begun.wait(60)  # the model's thread waits
     many = batcher.submit([Job(image, asker=Asker("a", 1)) for image in pictures(4)])
     few = batcher.submit([Job(image, asker=Asker("b", 2)) for image in pictures(2)])
     batcher._pace = 1e-9
