@@ -37,6 +37,7 @@ from .turns import Asker, next_turn
 
 _MOMENTUM = 0.9  # of the moving mean of an image's tokens
 _PACE = 0.7  # of that of a token's time
+_RECENT = 10.0  # seconds that a client counts after its last image
 log = logging.getLogger("adaptivit.serve")
 
 
@@ -98,6 +99,7 @@ class Batcher:
         self._mean_tokens: dict[int | None, float] = {}  # in the mean block, by the budget's percentage of static
         self._waiting: list[Job] = []  # by turn
         self._now = 0.0  # the turn of the last batch
+        self._seen: dict[str, float] = {}  # clients of the last seconds, and when
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -119,7 +121,9 @@ class Batcher:
             own = sum(job.asker.client == jobs[0].asker.client for job in self._waiting) if jobs else 0
             if len(self._waiting) + len(jobs) > self.queue or own + len(jobs) > self.one:
                 raise QueueFull(f"The queue is full ({self.queue} images wait, or {self.one} of one client).")
+            self._seen = {client: when for client, when in self._seen.items() if now - when < _RECENT}
             for job in jobs:
+                self._seen[job.asker.client] = now
                 job.turn = next_turn(self._now, job.asker, 1.0, self._waiting)
                 self._waiting.append(job)
             self._waiting.sort(key=lambda job: job.turn)
@@ -207,8 +211,12 @@ class Batcher:
         return len(self._waiting) >= self.images or sum(job.tokens for job in self._waiting) >= self._room()
 
     def _room(self) -> float:
-        """Tokens of the next batch: a quarter of the room at least, since smaller ones take longer by the image."""
-        return min(self.tokens, max(self.tokens / 4, self.longest / self._pace)) if self._pace else self.tokens
+        """Tokens of the next batch: a quarter of the room at least, since smaller ones take longer by the image.
+
+        Half as long where several clients ask: then another's image is probably on its way.
+        """
+        longest = self.longest / (2 if len(self._seen) > 1 else 1)
+        return min(self.tokens, max(self.tokens / 4, longest / self._pace)) if self._pace else self.tokens
 
     def _fill(self) -> list[Job]:
         """The image whose turn it is, and of the others, in their order, those that fit."""

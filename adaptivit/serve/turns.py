@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +18,7 @@ from starlette.requests import Request
 
 from .config import share
 
+_NICE = 10
 T = TypeVar("T")
 
 
@@ -79,8 +83,12 @@ class Workers:
     """Threads for what would block the event loop. Work that is cancelled before its turn is not begun."""
 
     def __init__(self, threads: int, large: int) -> None:
-        """One of the threads takes nothing that costs more than `large`, so that small work never waits for it."""
+        """One of the threads takes nothing that costs more than `large`, so that small work never waits for it.
+
+        What is large runs at a low priority: the model and small work have the processor first.
+        """
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="adaptivit-worker")
+        self._slow = ThreadPoolExecutor(threads, "adaptivit-large", _last)
         self._threads, self._large, self._now = threads, large, 0.0
         self._waiting: list[_Work] = []  # by turn
         self._begun: list[_Work] = []
@@ -111,7 +119,8 @@ class Workers:
         self._begun.append(work)
         self._now = max(self._now, work.turn)
         loop = work.answer.get_loop()
-        self._pool.submit(work.function).add_done_callback(lambda f: loop.call_soon_threadsafe(self._end, work, f))
+        pool = self._slow if work.large else self._pool
+        pool.submit(work.function).add_done_callback(lambda f: loop.call_soon_threadsafe(self._end, work, f))
 
     def _end(self, work: _Work, done: Future[Any]) -> None:
         self._begun.remove(work)
@@ -122,3 +131,10 @@ class Workers:
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._slow.shutdown()
+
+
+def _last() -> None:
+    """Let other threads go before this one, where the system has priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

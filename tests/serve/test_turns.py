@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +97,22 @@ def test_cancelled_work_is_not_begun_and_small_work_passes_large() -> None:
     assert begun == ["large 0", "small", "large 2"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_large_work_goes_last() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def main() -> tuple[int, int]:
+        workers = Workers(2, large=10)
+        found = await workers.run(Asker("a"), 100, priority), await workers.run(Asker("a"), 1, priority)
+        workers.close()
+        return found
+
+    own = priority()
+    large, small = asyncio.run(main())
+    assert small == own < large
+
+
 def test_decoding_ends_with_its_time_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, begun = Service._tensor, []
 
@@ -141,7 +159,10 @@ def test_a_slow_model_has_small_batches(model: Any) -> None:
     assert batcher._room() == batcher.tokens
     batcher._pace = 1 / 17  # an image in a second
     assert batcher._room() == batcher.tokens / 4
-    batcher._pace = 1 / (5.5 * 17)
+    batcher._seen = {"a": 0.0, "b": 0.0}
+    batcher._pace = 1 / (2 * 8.5 * 17)  # of half a second
+    assert batcher._room() == pytest.approx(8.5 * 17)
+    batcher._seen, batcher._pace = {}, 1 / (5.5 * 17)
     answers = [f.result(60).images for f in batcher.submit([Job(image) for image in pictures(8)])]
     batcher.close()
     assert answers[:5] == [5] * 5
