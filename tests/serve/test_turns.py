@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import pytest
 from PIL import Image
 
 import adaptivit
-from adaptivit.serve import Batcher, Job, Service
+from adaptivit.serve import Batcher, Job, Service, turns
 from adaptivit.serve.batcher import QueueFull
 from adaptivit.serve.config import Limits, share
 from adaptivit.serve.turns import Asker, Room, Workers, next_turn
@@ -97,20 +95,21 @@ def test_cancelled_work_is_not_begun_and_small_work_passes_large() -> None:
     assert begun == ["large 0", "small", "large 2"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_large_work_goes_last() -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+def test_large_work_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[int] = []
+    monkeypatch.setattr(turns.sys, "platform", "linux")
+    monkeypatch.setattr(turns.os, "setpriority", lambda _, thread, nice: lowered.append(thread))
 
-    async def main() -> tuple[int, int]:
+    def lower() -> bool:
+        return threading.get_native_id() in lowered
+
+    async def main() -> tuple[bool, bool]:
         workers = Workers(2, large=10)
-        found = await workers.run(Asker("a"), 100, priority), await workers.run(Asker("a"), 1, priority)
+        found = await workers.run(Asker("a"), 100, lower), await workers.run(Asker("a"), 1, lower)
         workers.close()
         return found
 
-    own = priority()
-    large, small = asyncio.run(main())
-    assert small == own < large
+    assert asyncio.run(main()) == (True, False)
 
 
 def test_decoding_ends_with_its_time_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 from adaptivit.experiments.reproduce import Run, Table
 from adaptivit.experiments.reproduce.plan import Job, ReproduceConfig, plan
 
+# Recipes of ours, under other names, or of related work: in no table of the three papers.
+ELSEWHERE = {"aht-budget", "aht-merge", "avit-tiny", "avit-small", "spvit", "patch-slimming", "evit", "amod", "mod"}
+ELSEWHERE |= {"pondernet"}
+
 TINY = Table(
     "tiny",
     "A table for tests",

@@ -20,6 +20,7 @@ from adaptivit.utils.settings import flat
 from tests.support.commands import refused, run, train
 from tests.support.data_sets import CLASSES, folder, split_folder
 from tests.support.models import BACKBONES, TINY
+from tests.support.tables import ELSEWHERE
 from tests.support.training import batch, named
 
 T, S = "deit_tiny_patch16_224", "deit_small_patch16_224"
@@ -143,19 +144,7 @@ def test_an_isoflop_model_has_the_printed_cost(name: str) -> None:
 
 
 def test_every_recipe_of_a_paper_has_its_facts_here_or_beside() -> None:
-    others = {
-        "aht-budget",
-        "aht-merge",
-        "avit-tiny",
-        "avit-small",
-        "dynamicvit",
-        "spvit",
-        "patch-slimming",
-        "evit",
-        "amod",
-        "mod",
-        "pondernet",
-    }
+    others = ELSEWHERE | {"dynamicvit"}
     cars = {f"static-isoflop-cars-{n}" for n in CARS}
     assert set(RECIPES) == set(FACTS) | set(ISOFLOP) | others | cars
 
